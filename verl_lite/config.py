@@ -1,0 +1,551 @@
+"""Every key of the configuration, once: its name, type, default, meaning and limits.
+
+The dataclasses nest exactly like the dotted keys a user types, so `actor_rollout_ref.actor.optim.lr` on the command line
+is `config.actor_rollout_ref.actor.optim.lr` in code. `cli.compose` builds the tree; `resolve` then fills the keys that
+follow another one or the machine, and `validate` checks the values. After that nobody changes it.
+
+A key declared with `filled=True` may be null in a recipe or on the command line; `resolve` replaces the null, so its
+annotation is the type that readers of the finished config see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import glob
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+def key(
+    default: Any,
+    doc: str,
+    *,
+    choices: Sequence[Any] | None = None,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    filled: bool = False,
+    path: bool = False,
+) -> Any:
+    """Declares one key. `filled`: null until `resolve`; `path`: a file or folder, made absolute by the command line."""
+    metadata = dict(doc=doc, choices=choices, ge=ge, gt=gt, le=le, filled=filled, path=path)
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(cls: Any) -> Any:
+    return field(default_factory=cls)
+
+
+LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "file")
+DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "float": "float32"}
+CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
+@dataclass(frozen=True)
+class CustomClassConfig:
+    path: str | None = key(None, "Python file with the class (or package.module)", path=True)
+    name: str | None = key(None, "name of the class in it")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train_files: list[str] = key([], "training data: one file or a list; parquet, json or jsonl", path=True)
+    val_files: list[str] = key([], "validation data, likewise; empty: no validation", path=True)
+    prompt_key: str = key("prompt", "column with the chat messages")
+    reward_fn_key: str = key("data_source", "column that tells the reward function where a row comes from")
+    max_prompt_length: int = key(512, "tokens; longer prompts are filtered or treated as `truncation` says", ge=1)
+    max_response_length: int = key(512, "tokens a response may have", ge=1)
+    train_batch_size: int = key(1024, "prompts per training step", ge=1)
+    val_batch_size: int | None = key(None, "prompts per validation batch, null: all at once (memory, not results)", ge=1)
+    train_max_samples: int = key(-1, "use only this many training rows, -1: all", ge=-1)
+    val_max_samples: int = key(-1, "use only this many validation rows, -1: all", ge=-1)
+    shuffle: bool = key(True, "draw the training prompts in a random order, a new one each epoch")
+    seed: int = key(None, "seed of that order, null: 1", ge=0, filled=True)
+    validation_shuffle: bool = key(False, "shuffle the validation rows")
+    filter_overlong_prompts: bool = key(False, "drop prompts longer than max_prompt_length")
+    filter_overlong_prompts_workers: int = key(1, "processes that measure the prompts", ge=1)
+    truncation: str = key("error", "a prompt that is too long", choices=("error", "left", "right", "middle"))
+    apply_chat_template_kwargs: dict[str, Any] = key({}, "passed to the tokenizer's apply_chat_template")
+    custom_cls: CustomClassConfig = section(CustomClassConfig)
+    tokenizer: str = key(None, "folder or hub id, null: actor_rollout_ref.model.tokenizer_path", filled=True, path=True)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = key(None, "model folder (HF layout) or hub id", filled=True, path=True)
+    trust_remote_code: bool = key(False, "let code that comes with the model run")
+    override_config: dict[str, Any] = key({}, "HF config fields to replace, attn_implementation too")
+    enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass: less memory, slower")
+    use_remove_padding: bool = key(True, "run the rows of a micro-batch without padding between them")
+    lora_rank: int = key(0, "rank of the LoRA adapters, 0: train all weights", ge=0)
+    lora_alpha: float = key(16, "LoRA scale", gt=0)
+    target_modules: list[str] = key(["all-linear"], "modules that get a LoRA adapter")
+    lora_adapter_path: str | None = key(None, "folder of a LoRA adapter to start from", path=True)
+
+
+@dataclass(frozen=True)
+class PolicyModelConfig(ModelConfig):
+    tokenizer_path: str = key(None, "folder or hub id of the tokenizer, null: path", filled=True, path=True)
+    custom_chat_template: str | None = key(None, "Jinja chat template in place of the tokenizer's")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = key(1e-6, "peak learning rate of AdamW", ge=0)
+    weight_decay: float = key(0.01, "AdamW's weight decay", ge=0)
+    betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates", ge=0, le=1)
+    lr_warmup_steps: int = key(-1, "training steps of linear warm-up, -1: lr_warmup_steps_ratio decides", ge=-1)
+    lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all training steps", ge=0, le=1)
+    lr_scheduler_type: str = key("constant", "course after warm-up", choices=("constant", "cosine", "linear"))
+    min_lr_ratio: float = key(0.0, "lowest rate of the decay, as a share of lr", ge=0, le=1)
+    num_cycles: float = key(0.5, "cosine periods over the run", gt=0)
+
+
+@dataclass(frozen=True)
+class CriticOptimConfig(OptimConfig):
+    lr: float = key(1e-5, "peak learning rate of AdamW", ge=0)
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    """A sharded model that only runs forward; `TrainFSDPConfig` is one that is also trained."""
+
+    param_offload: bool = key(False, "keep the weights in host memory between phases (GPU)")
+    reshard_after_forward: bool = key(True, "free the gathered weights between forward and backward")
+    model_dtype: str = key("float32", "dtype of the stored weights", choices=DTYPES, filled=True)
+    dtype: str = key(None, "dtype of computation, null: bfloat16 on GPU, float32 on CPU", choices=DTYPES, filled=True)
+
+
+@dataclass(frozen=True)
+class TrainFSDPConfig(FSDPConfig):
+    optimizer_offload: bool = key(False, "keep the optimizer's state in host memory between updates (GPU)")
+    fsdp_size: int = key(-1, "ranks that share one copy of the weights, -1: all", ge=-1)
+    use_no_sync_for_gradient_accumulation: bool = key(False, "reduce gradients once per mini-batch: more memory")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    save_contents: list[str] = key(
+        ["model", "optimizer", "extra"], "what a checkpoint holds", choices=CHECKPOINT_CONTENTS
+    )
+    load_contents: list[str] = key(
+        None, "what is read on resume, null: save_contents", choices=CHECKPOINT_CONTENTS, filled=True
+    )
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    loss_mode: str = key("vanilla", "name of the policy loss, or package.module:function, or file.py:function")
+    options: dict[str, Any] = key({}, "options of that loss; typed as policy_loss.<option>=value")
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    strategy: str = key("fsdp2", "training engine; both names mean FSDP2", choices=("fsdp2", "fsdp"))
+    ppo_mini_batch_size: int = key(256, "rows of one optimizer step, counted in ppo_mini_batch_unit", ge=1)
+    ppo_mini_batch_unit: str = key("prompt", "what a mini-batch counts", choices=("prompt", "sequence"))
+    ppo_micro_batch_size_per_gpu: int | None = key(None, "sequences one rank holds in one forward-backward", ge=1)
+    use_dynamic_bsz: bool = key(False, "limit micro-batches by tokens instead of sequences")
+    ppo_max_token_len_per_gpu: int = key(16384, "that limit: tokens per micro-batch and rank", ge=1)
+    ppo_epochs: int = key(1, "passes over the train batch", ge=1)
+    shuffle: bool = key(False, "a new order of the rows for each pass")
+    data_loader_seed: int = key(42, "seed of that order", ge=0)
+    clip_ratio: float = key(0.2, "half-width of the clipping interval of the probability ratio", ge=0)
+    clip_ratio_low: float = key(None, "lower half-width, null: clip_ratio", ge=0, filled=True)
+    clip_ratio_high: float = key(None, "upper half-width, null: clip_ratio", ge=0, filled=True)
+    clip_ratio_c: float = key(3.0, "bound of the dual clip for negative advantages", gt=1)
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig)
+    loss_agg_mode: str = key("token-mean", "how per-token losses become one number")
+    loss_scale_factor: int | None = key(
+        None, "divisor of seq-mean-token-sum-norm, null: data.max_response_length", ge=1
+    )
+    entropy_coeff: float = key(0.0, "weight of the entropy bonus")
+    use_kl_loss: bool = key(False, "add a KL term against the reference model to the loss")
+    kl_loss_coef: float = key(0.001, "weight of that term", ge=0)
+    kl_loss_type: str = key("low_var_kl", "its estimator")
+    ulysses_sequence_parallel_size: int = key(1, "ranks that share each sequence (the reference model's too)", ge=1)
+    grad_clip: float = key(1.0, "largest global gradient norm (also: optim.clip_grad)", gt=0)
+    optim: OptimConfig = section(OptimConfig)
+    fsdp_config: TrainFSDPConfig = section(TrainFSDPConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+
+
+@dataclass(frozen=True)
+class ValKwargs:
+    temperature: float = key(0.0, "sampling temperature of validation", ge=0)
+    top_p: float = key(1.0, "nucleus", gt=0, le=1)
+    top_k: int = key(-1, "keep the k likeliest tokens, -1: all", ge=-1)
+    n: int = key(1, "responses per validation prompt", ge=1)
+    do_sample: bool = key(False, "False: greedy whatever the temperature")
+
+
+@dataclass(frozen=True)
+class EngineKwargs:
+    vllm: dict[str, Any] = key({}, "passed to vLLM's engine arguments")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    name: str = key("vllm", "generation engine: vllm, hf, or package.module:Class")
+    n: int = key(1, "responses per prompt", ge=1)
+    temperature: float = key(1.0, "sampling temperature; log-probs are those of the tempered distribution", ge=0)
+    top_p: float = key(1.0, "nucleus", gt=0, le=1)
+    top_k: int = key(-1, "keep the k likeliest tokens, -1: all", ge=-1)
+    do_sample: bool = key(True, "False (greedy) is refused for training")
+    seed: int | None = key(None, "set: responses are a function of (seed, step, prompt)", ge=0)
+    tensor_model_parallel_size: int = key(1, "slots one engine spans", ge=1)
+    gpu_memory_utilization: float = key(0.5, "share of GPU memory the engine may take (GPU)", gt=0, le=1)
+    dtype: str = key(None, "engine dtype, null: bfloat16 on GPU, float32 on CPU", choices=DTYPES, filled=True)
+    enforce_eager: bool = key(None, "no compiled graphs, null: False on GPU, True on CPU", filled=True)
+    max_model_len: int = key(None, "longest sequence, null: prompt + response length", ge=1, filled=True)
+    max_num_batched_tokens: int = key(8192, "tokens the engine runs at once", ge=1)
+    max_num_seqs: int = key(256, "sequences the engine runs at once", ge=1)
+    enable_prefix_caching: bool = key(True, "reuse the cache of equal prompts")
+    enable_chunked_prefill: bool = key(True, "mix prompt chunks with decoding")
+    free_cache_engine: bool = key(True, "engine gives its GPU memory back while training runs (GPU)")
+    ignore_eos: bool = key(False, "generate to the full length")
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, "sequences per forward of the old log-probs, null: actor.ppo_micro_batch_size_per_gpu", ge=1
+    )
+    log_prob_use_dynamic_bsz: bool = key(None, "limit by tokens instead, null: as the actor", filled=True)
+    log_prob_max_token_len_per_gpu: int = key(None, "that limit, null: as the actor", ge=1, filled=True)
+    calculate_log_probs: bool = key(True, "the engine returns log-probs; they are compared with the actor's")
+    stop: list[str] | None = key(None, "strings that end a response")
+    stop_token_ids: list[int] | None = key(None, "token ids that end a response", ge=0)
+    verify_weights: bool = key(False, "compare checksums of actor and engine after each weight update")
+    num_replicas: int = key(None, "engines, null: slots / tensor_model_parallel_size on GPU, 1 on CPU", ge=1, filled=True)
+    nnodes: int = key(0, "nodes of its own for generation, 0: on the actor's slots", ge=0)
+    n_gpus_per_node: int = key(None, "slots per such node, null: as the trainer", ge=1, filled=True)
+    engine_kwargs: EngineKwargs = section(EngineKwargs)
+    val_kwargs: ValKwargs = section(ValKwargs)
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, "sequences per forward of the reference log-probs, null: actor.ppo_micro_batch_size_per_gpu", ge=1
+    )
+    log_prob_use_dynamic_bsz: bool = key(None, "limit by tokens instead, null: as the actor", filled=True)
+    log_prob_max_token_len_per_gpu: int = key(None, "that limit, null: as the actor", ge=1, filled=True)
+    fsdp_config: FSDPConfig = field(default_factory=lambda: FSDPConfig(model_dtype=typing.cast(str, None)))
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig:
+    model: PolicyModelConfig = section(PolicyModelConfig)
+    actor: ActorConfig = section(ActorConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    ref: RefConfig = section(RefConfig)
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    enable: bool = key(None, "train a critic, null: exactly when algorithm.adv_estimator needs values", filled=True)
+    model: ModelConfig = section(ModelConfig)
+    ppo_mini_batch_size: int = key(None, "null: as the actor; counted in the actor's unit", ge=1, filled=True)
+    ppo_micro_batch_size_per_gpu: int | None = key(None, "null: as the actor", ge=1)
+    use_dynamic_bsz: bool = key(None, "null: as the actor", filled=True)
+    ppo_max_token_len_per_gpu: int = key(32768, "tokens per micro-batch and rank with use_dynamic_bsz", ge=1)
+    forward_micro_batch_size_per_gpu: int | None = key(None, "null: ppo_micro_batch_size_per_gpu", ge=1)
+    ppo_epochs: int = key(None, "null: as the actor", ge=1, filled=True)
+    shuffle: bool = key(None, "null: as the actor", filled=True)
+    loss_agg_mode: str = key(None, "null: as the actor", filled=True)
+    cliprange_value: float = key(0.5, "how far a value may move from its old one", gt=0)
+    ulysses_sequence_parallel_size: int = key(1, "ranks that share each sequence", ge=1)
+    grad_clip: float = key(1.0, "largest global gradient norm (also: optim.clip_grad)", gt=0)
+    optim: CriticOptimConfig = section(CriticOptimConfig)
+    fsdp: TrainFSDPConfig = section(TrainFSDPConfig)
+
+
+@dataclass(frozen=True)
+class CustomFunctionConfig:
+    path: str | None = key(None, "Python file with the reward function", path=True)
+    name: str = key("compute_score", "its name in that file")
+    reward_kwargs: dict[str, Any] = key({}, "extra keyword arguments it gets")
+
+
+@dataclass(frozen=True)
+class RewardManagerConfig:
+    name: str = key("naive", "how scores become rewards: naive, dapo, or an import path")
+
+
+@dataclass(frozen=True)
+class RewardModelBackboneConfig:
+    path: str | None = key(None, "reward model folder or hub id", path=True)
+    input_tokenizer: str | None = key(None, "tokenizer of the policy's text, null: the same", path=True)
+    trust_remote_code: bool = key(False, "let code that comes with the model run")
+    override_config: dict[str, Any] = key({}, "HF config fields to replace")
+    use_remove_padding: bool = key(True, "run rows without padding between them")
+    fsdp_config: FSDPConfig = section(FSDPConfig)
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    enable: bool = key(False, "score with a reward model")
+    model: RewardModelBackboneConfig = section(RewardModelBackboneConfig)
+    micro_batch_size_per_gpu: int | None = key(None, "sequences per forward", ge=1)
+    use_dynamic_bsz: bool = key(None, "limit by tokens instead, null: as the actor", filled=True)
+    forward_max_token_len_per_gpu: int = key(None, "that limit, null: as the critic", ge=1, filled=True)
+    ulysses_sequence_parallel_size: int = key(1, "ranks that share each sequence", ge=1)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    num_workers: int = key(8, "processes that run the reward function, at most one per core", ge=1)
+    timeout_s: float = key(300.0, "seconds one sample may take", gt=0)
+    on_error: str = key("raise", "what a failed or late sample means", choices=("raise", "zero", "mask"))
+    custom_reward_function: CustomFunctionConfig = section(CustomFunctionConfig)
+    reward_manager: RewardManagerConfig = section(RewardManagerConfig)
+    reward_kwargs: dict[str, Any] = key({}, "options of the reward manager")
+    reward_model: RewardModelConfig = section(RewardModelConfig)
+
+
+@dataclass(frozen=True)
+class KLCtrlConfig:
+    type: str = key("fixed", "how the coefficient moves", choices=("fixed", "adaptive"))
+    kl_coef: float = key(0.001, "weight of the KL penalty in the reward (first value if adaptive)", ge=0)
+    horizon: int = key(10000, "adaptive: sequences over which it moves", ge=1)
+    target_kl: float = key(0.1, "adaptive: KL it steers to", gt=0)
+
+
+@dataclass(frozen=True)
+class FilterGroupsConfig:
+    enable: bool = key(False, "drop prompts whose responses all score the same, generate more")
+    metric: str = key("reward", "number that must differ within a group: reward, or a name the reward returns")
+    max_num_gen_batches: int = key(0, "generation rounds before giving up, 0: no limit", ge=0)
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    rollout_is: str | None = key(None, "importance weights actor/engine", choices=("token", "sequence"))
+    rollout_is_threshold: float = key(2.0, "largest weight", gt=0)
+    rollout_rs: str | None = key(None, "rejection of tokens or sequences far off", choices=("token", "sequence"))
+    rollout_rs_threshold: float | None = key(None, "ratio beyond which they go, null: rollout_is_threshold", gt=0)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    adv_estimator: str = key("gae", "name of the advantage estimator, or an import path")
+    gamma: float = key(1.0, "discount", ge=0, le=1)
+    lam: float = key(1.0, "lambda of GAE", ge=0, le=1)
+    norm_adv_by_std_in_grpo: bool = key(True, "divide group-centred rewards by the group's standard deviation")
+    use_kl_in_reward: bool = key(False, "subtract a KL penalty from the reward")
+    kl_penalty: str = key("kl", "its estimator")
+    kl_ctrl: KLCtrlConfig = section(KLCtrlConfig)
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    total_epochs: int = key(30, "passes over the training data", ge=1)
+    total_training_steps: int | None = key(None, "stop after so many steps, null: total_epochs decides", ge=1)
+    project_name: str = key("verl_lite", "first part of output paths and of the trackers' names")
+    experiment_name: str = key("default", "second part")
+    logger: list[str] = key(["console"], "where metrics go (metrics.jsonl is always written)", choices=LOGGERS)
+    nnodes: int = key(1, "nodes that train", ge=1)
+    n_gpus_per_node: int = key(None, "slots per node, null: the GPUs found, 1 on CPU", ge=1, filled=True)
+    device: str = key("auto", "auto: cuda where there are GPUs", choices=("auto", "cuda", "cpu"))
+    save_freq: int = key(-1, "steps between checkpoints (and one at the end), -1: none", ge=-1)
+    test_freq: int = key(-1, "steps between validations (and one at the end), -1: none", ge=-1)
+    val_before_train: bool = key(True, "validate before the first step")
+    val_only: bool = key(False, "validate and stop")
+    critic_warmup: int = key(0, "first steps in which only the critic learns", ge=0)
+    balance_batch: bool = key(True, "give every rank about the same number of tokens")
+    resume_mode: str = key("auto", "auto: from the newest checkpoint", choices=("auto", "disable", "resume_path"))
+    resume_from_path: str | None = key(None, "checkpoint folder for resume_mode=resume_path", path=True)
+    default_local_dir: str = key(
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "folder of checkpoints", path=True
+    )
+    run_dir: str = key(
+        "outputs/${trainer.project_name}/${trainer.experiment_name}", "folder of metrics, logs, config", path=True
+    )
+    max_skipped_steps: int = key(10, "optimizer steps skipped in a row (non-finite gradient) before the run stops", ge=0)
+    max_rollout_restarts: int = key(1, "times a dead engine is started again", ge=0)
+    start_timeout_s: float = key(600.0, "seconds the workers may take to start", gt=0)
+    step_timeout_s: float = key(3600.0, "seconds one phase of a step may take", gt=0)
+    collective_timeout_s: float = key(1800.0, "seconds a rank waits for its peers", gt=0)
+    preempt_grace_s: float = key(600.0, "seconds to finish and save after SIGTERM", gt=0)
+    max_actor_ckpt_to_keep: int | None = key(None, "checkpoints kept, null: all", ge=1)
+    max_critic_ckpt_to_keep: int | None = key(None, "critic checkpoints kept, null: all", ge=1)
+    rollout_data_dir: str | None = key(None, "write each step's samples here", path=True)
+    validation_data_dir: str | None = key(None, "write each validation's samples here", path=True)
+    log_val_generations: int = key(0, "validation samples shown by the trackers", ge=0)
+
+
+@dataclass(frozen=True)
+class RayInitConfig:
+    address: str | None = key(None, "running cluster, null: RAY_ADDRESS, else a Ray of our own on this machine")
+    num_cpus: int | None = key(None, "logical CPUs of that Ray, null: enough", ge=1)
+    runtime_env: dict[str, Any] = key({}, "Ray's runtime_env, e.g. env_vars, working_dir")
+
+
+@dataclass(frozen=True)
+class RayKwargsConfig:
+    ray_init: RayInitConfig = section(RayInitConfig)
+
+
+@dataclass(frozen=True)
+class Config:
+    data: DataConfig = section(DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    critic: CriticConfig = section(CriticConfig)
+    reward: RewardConfig = section(RewardConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
+
+    @property
+    def num_slots(self) -> int:
+        """Training ranks: one per GPU, or per CPU process."""
+        return self.trainer.n_gpus_per_node * self.trainer.nnodes
+
+    @property
+    def needs_ref(self) -> bool:
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.critic.enable
+
+
+# --- the tree as a flat table -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One key as declared: `types` are the plain types a value may have, `item` the type of a list's entries."""
+
+    name: str
+    types: tuple[type, ...]
+    item: type | None
+    default: Any
+    doc: str
+    choices: tuple[Any, ...] | None
+    ge: float | None
+    gt: float | None
+    le: float | None
+    filled: bool
+    path: bool
+
+    @property
+    def nullable(self) -> bool:
+        """Null may be given (and, unless `filled`, may remain)."""
+        return self.filled or type(None) in self.types
+
+    def wanted(self) -> str:
+        """What a value should be, in words."""
+        names = ["null" if t is type(None) else t.__name__ for t in self.types]
+        if self.item is not None:
+            names = [f"list of {self.item.__name__}" if n == "list" else n for n in names]
+        limits = [f"{sign} {bound:g}" for sign, bound in ((">=", self.ge), (">", self.gt), ("<=", self.le)) if bound is not None]
+        text = "one of " + ", ".join(map(str, self.choices)) if self.choices else " or ".join(names)
+        return f"{text} {' and '.join(limits)}".strip() + (" or null" if self.filled else "")
+
+    def in_range(self, value: Any) -> bool:
+        """Whether a value of the right type keeps the limits and choices; a list does when all its entries do."""
+        if value is None:
+            return self.nullable
+        for entry in value if isinstance(value, list) else [value]:
+            if self.choices is not None and entry not in self.choices:
+                return False
+            if isinstance(entry, int | float) and not (
+                not math.isnan(entry)
+                and (self.ge is None or entry >= self.ge)
+                and (self.gt is None or entry > self.gt)
+                and (self.le is None or entry <= self.le)
+            ):
+                return False
+        return True
+
+
+def _walk(cls: type, prefix: str, instance: Any) -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
+    """(dotted key, field, resolved annotation, value in `instance`) of every leaf below `cls`."""
+    hints = _hints(cls)
+    for entry in dataclasses.fields(cls):
+        name, hint, value = f"{prefix}{entry.name}", hints[entry.name], getattr(instance, entry.name)
+        if dataclasses.is_dataclass(hint):
+            yield from _walk(typing.cast(type, hint), f"{name}.", value)
+        else:
+            yield name, entry, hint, value
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+@functools.cache
+def leaf_keys() -> Mapping[str, Leaf]:
+    """Every dotted key, in the order of declaration."""
+    leaves = {}
+    for name, entry, hint, default in _walk(Config, "", Config()):
+        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        plain = tuple(typing.get_origin(option) or option for option in options)
+        item = next((typing.get_args(option)[0] for option in options if typing.get_origin(option) is list), None)
+        leaves[name] = Leaf(name=name, types=plain, item=item, default=default, **entry.metadata)
+    return types.MappingProxyType(leaves)
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Dotted key -> value, for every key."""
+    return {name: value for name, _, _, value in _walk(Config, "", config)}
+
+
+def unflatten(flat: Mapping[str, Any]) -> Config:
+    """The config with these values and defaults elsewhere; values are taken as they are."""
+    unknown = sorted(set(flat) - set(leaf_keys()))
+    if unknown:
+        raise ValueError(f"no such keys: {', '.join(unknown)}")
+
+    def build(cls: type, prefix: str, default: Any) -> Any:
+        values = {}
+        for entry in dataclasses.fields(cls):
+            name, below, hint = f"{prefix}{entry.name}", getattr(default, entry.name), _hints(cls)[entry.name]
+            if dataclasses.is_dataclass(hint):
+                values[entry.name] = build(typing.cast(type, hint), f"{name}.", below)
+            else:
+                values[entry.name] = flat.get(name, below)
+        return cls(**values)
+
+    return typing.cast(Config, build(Config, "", Config()))
+
+
+def nested(config: Config) -> dict[str, Any]:
+    """The config as plain nested dicts, secrets included; see `redacted`."""
+    return dataclasses.asdict(config)
+
+
+SECRET = re.compile(r"(^|[_.-])(key|apikey|token|secret|password|passwd|credentials?)s?$", re.IGNORECASE)
+
+
+def redacted(config: Config) -> dict[str, Any]:
+    """`nested` for printing and saving: environment variables for Ray and everything named like a secret are hidden."""
+
+    def hide(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: hide_entry(str(k), v) for k, v in value.items()}
+        return [hide(entry) for entry in value] if isinstance(value, list) else value
+
+    def hide_entry(name: str, value: Any) -> Any:
+        if name == "env_vars" and isinstance(value, dict):
+            return dict.fromkeys(value, "***")
+        return "***" if SECRET.search(name) and value is not None else hide(value)
+
+    tree = {name: hide(value) if isinstance(value, dict | list) else value for name, value in flatten(config).items()}
+    result: dict[str, Any] = {}
+    for name, value in tree.items():
+        *parents, last = name.split(".")
+        functools.reduce(lambda node, part: node.setdefault(part, {}), parents, result)[last] = value
+    return result
