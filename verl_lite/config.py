@@ -1,6 +1,6 @@
 """Every key of the configuration, once: its name, type, default, meaning and limits.
 
-The dataclasses nest exactly like the dotted keys a user types, so `actor_rollout_ref.actor.optim.lr` on the command line
+The dataclasses nest exactly like the dotted keys a user types: `actor_rollout_ref.actor.optim.lr` on the command line
 is `config.actor_rollout_ref.actor.optim.lr` in code. `cli.compose` builds the tree; `resolve` then fills the keys that
 follow another one or the machine, and `validate` checks the values. After that nobody changes it.
 
@@ -11,11 +11,13 @@ annotation is the type that readers of the finished config see.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import glob
 import math
 import os
 import re
+import symtable
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +69,7 @@ class DataConfig:
     max_prompt_length: int = key(512, "tokens; longer prompts are filtered or treated as `truncation` says", ge=1)
     max_response_length: int = key(512, "tokens a response may have", ge=1)
     train_batch_size: int = key(1024, "prompts per training step", ge=1)
-    val_batch_size: int | None = key(None, "prompts per validation batch, null: all at once (memory, not results)", ge=1)
+    val_batch_size: int | None = key(None, "prompts per validation batch, null: all (memory, not results)", ge=1)
     train_max_samples: int = key(-1, "use only this many training rows, -1: all", ge=-1)
     val_max_samples: int = key(-1, "use only this many validation rows, -1: all", ge=-1)
     shuffle: bool = key(True, "draw the training prompts in a random order, a new one each epoch")
@@ -128,6 +130,13 @@ class FSDPConfig:
 
 
 @dataclass(frozen=True)
+class RefFSDPConfig(FSDPConfig):
+    # As the actor's, or two equal models would have a KL between them.
+    model_dtype: str = key(None, "dtype of the stored weights, null: as the actor", choices=DTYPES, filled=True)
+    dtype: str = key(None, "dtype of computation, null: as the actor", choices=DTYPES, filled=True)
+
+
+@dataclass(frozen=True)
 class TrainFSDPConfig(FSDPConfig):
     optimizer_offload: bool = key(False, "keep the optimizer's state in host memory between updates (GPU)")
     fsdp_size: int = key(-1, "ranks that share one copy of the weights, -1: all", ge=-1)
@@ -167,8 +176,8 @@ class ActorConfig:
     clip_ratio_c: float = key(3.0, "bound of the dual clip for negative advantages", gt=1)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     loss_agg_mode: str = key("token-mean", "how per-token losses become one number")
-    loss_scale_factor: int | None = key(
-        None, "divisor of seq-mean-token-sum-norm, null: data.max_response_length", ge=1
+    loss_scale_factor: float | None = key(
+        None, "divisor of seq-mean-token-sum-norm, null: data.max_response_length", gt=0
     )
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = key(False, "add a KL term against the reference model to the loss")
@@ -224,7 +233,7 @@ class RolloutConfig:
     stop: list[str] | None = key(None, "strings that end a response")
     stop_token_ids: list[int] | None = key(None, "token ids that end a response", ge=0)
     verify_weights: bool = key(False, "compare checksums of actor and engine after each weight update")
-    num_replicas: int = key(None, "engines, null: slots / tensor_model_parallel_size on GPU, 1 on CPU", ge=1, filled=True)
+    num_replicas: int = key(None, "engines, null: slots / tensor parallel size on GPU, 1 on CPU", ge=1, filled=True)
     nnodes: int = key(0, "nodes of its own for generation, 0: on the actor's slots", ge=0)
     n_gpus_per_node: int = key(None, "slots per such node, null: as the trainer", ge=1, filled=True)
     engine_kwargs: EngineKwargs = section(EngineKwargs)
@@ -238,7 +247,7 @@ class RefConfig:
     )
     log_prob_use_dynamic_bsz: bool = key(None, "limit by tokens instead, null: as the actor", filled=True)
     log_prob_max_token_len_per_gpu: int = key(None, "that limit, null: as the actor", ge=1, filled=True)
-    fsdp_config: FSDPConfig = field(default_factory=lambda: FSDPConfig(model_dtype=typing.cast(str, None)))
+    fsdp_config: RefFSDPConfig = section(RefFSDPConfig)
 
 
 @dataclass(frozen=True)
@@ -371,7 +380,7 @@ class TrainerConfig:
     run_dir: str = key(
         "outputs/${trainer.project_name}/${trainer.experiment_name}", "folder of metrics, logs, config", path=True
     )
-    max_skipped_steps: int = key(10, "optimizer steps skipped in a row (non-finite gradient) before the run stops", ge=0)
+    max_skipped_steps: int = key(10, "steps skipped in a row (non-finite gradient) before the run stops", ge=0)
     max_rollout_restarts: int = key(1, "times a dead engine is started again", ge=0)
     start_timeout_s: float = key(600.0, "seconds the workers may take to start", gt=0)
     step_timeout_s: float = key(3600.0, "seconds one phase of a step may take", gt=0)
@@ -449,7 +458,8 @@ class Leaf:
         names = ["null" if t is type(None) else t.__name__ for t in self.types]
         if self.item is not None:
             names = [f"list of {self.item.__name__}" if n == "list" else n for n in names]
-        limits = [f"{sign} {bound:g}" for sign, bound in ((">=", self.ge), (">", self.gt), ("<=", self.le)) if bound is not None]
+        bounds = ((">=", self.ge), (">", self.gt), ("<=", self.le))
+        limits = [f"{sign} {bound:g}" for sign, bound in bounds if bound is not None]
         text = "one of " + ", ".join(map(str, self.choices)) if self.choices else " or ".join(names)
         return f"{text} {' and '.join(limits)}".strip() + (" or null" if self.filled else "")
 
@@ -527,25 +537,323 @@ def nested(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-SECRET = re.compile(r"(^|[_.-])(key|apikey|token|secret|password|passwd|credentials?)s?$", re.IGNORECASE)
+SECRET = re.compile(r"(^|[_.-])(key|apikey|token|secret|password|passwd|credential)s?$", re.IGNORECASE)
+NOT_SECRET = ("prompt_key", "reward_fn_key")
 
 
 def redacted(config: Config) -> dict[str, Any]:
-    """`nested` for printing and saving: environment variables for Ray and everything named like a secret are hidden."""
+    """`nested` for printing and saving: Ray's environment variables and every text named like a secret are hidden."""
 
-    def hide(value: Any) -> Any:
+    def hide(value: Any, name: str = "") -> Any:
         if isinstance(value, dict):
-            return {k: hide_entry(str(k), v) for k, v in value.items()}
-        return [hide(entry) for entry in value] if isinstance(value, list) else value
+            inside = {k: "***" for k in value} if name == "env_vars" else value
+            return {k: hide(v, str(k)) for k, v in inside.items()}
+        if isinstance(value, list):
+            return [hide(entry, name) for entry in value]
+        return "***" if isinstance(value, str) and SECRET.search(name) and name not in NOT_SECRET else value
 
-    def hide_entry(name: str, value: Any) -> Any:
-        if name == "env_vars" and isinstance(value, dict):
-            return dict.fromkeys(value, "***")
-        return "***" if SECRET.search(name) and value is not None else hide(value)
+    return typing.cast(dict[str, Any], hide(nested(config)))
 
-    tree = {name: hide(value) if isinstance(value, dict | list) else value for name, value in flatten(config).items()}
-    result: dict[str, Any] = {}
-    for name, value in tree.items():
-        *parents, last = name.split(".")
-        functools.reduce(lambda node, part: node.setdefault(part, {}), parents, result)[last] = value
-    return result
+
+# --- null -> value ----------------------------------------------------------------------------------------------------
+
+_ACTOR, _ROLLOUT, _REF = (f"actor_rollout_ref.{role}." for role in ("actor", "rollout", "ref"))
+FOLLOWS = {
+    _ACTOR + "clip_ratio_low": _ACTOR + "clip_ratio",
+    _ACTOR + "clip_ratio_high": _ACTOR + "clip_ratio",
+    _ACTOR + "checkpoint.load_contents": _ACTOR + "checkpoint.save_contents",
+    _ROLLOUT + "log_prob_micro_batch_size_per_gpu": _ACTOR + "ppo_micro_batch_size_per_gpu",
+    _ROLLOUT + "log_prob_use_dynamic_bsz": _ACTOR + "use_dynamic_bsz",
+    _ROLLOUT + "log_prob_max_token_len_per_gpu": _ACTOR + "ppo_max_token_len_per_gpu",
+    _ROLLOUT + "n_gpus_per_node": "trainer.n_gpus_per_node",
+    _REF + "log_prob_micro_batch_size_per_gpu": _ACTOR + "ppo_micro_batch_size_per_gpu",
+    _REF + "log_prob_use_dynamic_bsz": _ACTOR + "use_dynamic_bsz",
+    _REF + "log_prob_max_token_len_per_gpu": _ACTOR + "ppo_max_token_len_per_gpu",
+    _REF + "fsdp_config.model_dtype": _ACTOR + "fsdp_config.model_dtype",
+    _REF + "fsdp_config.dtype": _ACTOR + "fsdp_config.dtype",
+    "critic.model.path": "actor_rollout_ref.model.path",
+    "critic.ppo_mini_batch_size": _ACTOR + "ppo_mini_batch_size",
+    "critic.ppo_micro_batch_size_per_gpu": _ACTOR + "ppo_micro_batch_size_per_gpu",
+    "critic.forward_micro_batch_size_per_gpu": "critic.ppo_micro_batch_size_per_gpu",
+    "critic.use_dynamic_bsz": _ACTOR + "use_dynamic_bsz",
+    "critic.ppo_epochs": _ACTOR + "ppo_epochs",
+    "critic.shuffle": _ACTOR + "shuffle",
+    "critic.loss_agg_mode": _ACTOR + "loss_agg_mode",
+    "reward.reward_model.use_dynamic_bsz": "critic.use_dynamic_bsz",
+    "reward.reward_model.forward_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu",
+}
+"""Keys whose null means "as that other key", in an order in which each source is filled before it is read."""
+
+
+def gpus_here() -> int:
+    """GPUs this process may use, found without importing torch."""
+    devices = len(glob.glob("/dev/nvidia[0-9]*")) or int(os.path.exists("/dev/dxg"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not devices:
+        return devices
+    ids = [entry.strip() for entry in visible.split(",")]
+    return next((i for i, entry in enumerate(ids) if entry in ("", "-1")), len(ids))
+
+
+def resolve(config: Config, *, needs_values: bool) -> Config:
+    """The config with every null of a `filled` key replaced. `needs_values`: the advantage estimator needs a critic."""
+    flat = flatten(config)
+
+    def fill(name: str, value: Any) -> None:
+        if flat[name] is None:
+            flat[name] = value
+
+    if flat["trainer.device"] == "auto":
+        flat["trainer.device"] = "cuda" if gpus_here() else "cpu"
+    on_gpu = flat["trainer.device"] == "cuda"
+    fill("trainer.n_gpus_per_node", gpus_here() if on_gpu else 1)
+    fill("data.seed", 1)
+    fill("critic.enable", needs_values)
+
+    tokenizer = flat["data.tokenizer"] or flat["actor_rollout_ref.model.tokenizer_path"]
+    fill("data.tokenizer", tokenizer or flat["actor_rollout_ref.model.path"])
+    fill("actor_rollout_ref.model.tokenizer_path", flat["data.tokenizer"])
+    if flat["critic.model.path"] is None:  # the policy's folder has to load the policy's way
+        flat["critic.model.trust_remote_code"] |= flat["actor_rollout_ref.model.trust_remote_code"]
+        flat["critic.model.override_config"] = {
+            **flat["actor_rollout_ref.model.override_config"],
+            **flat["critic.model.override_config"],
+        }
+
+    for name, leaf in leaf_keys().items():
+        if leaf.choices == DTYPES:
+            if not name.startswith(_REF):
+                fill(name, "bfloat16" if on_gpu else "float32")
+            flat[name] = DTYPE_NAMES.get(flat[name], flat[name])
+    for name, source in FOLLOWS.items():
+        fill(name, flat[source])
+
+    if flat[_ACTOR + "loss_agg_mode"] == "seq-mean-token-sum-norm":
+        fill(_ACTOR + "loss_scale_factor", float(flat["data.max_response_length"]))
+    fill(_ROLLOUT + "max_model_len", flat["data.max_prompt_length"] + flat["data.max_response_length"])
+    fill(_ROLLOUT + "enforce_eager", not on_gpu)
+    place = _ROLLOUT if flat[_ROLLOUT + "nnodes"] else "trainer."
+    slots = flat[place + "nnodes"] * flat[place + "n_gpus_per_node"]
+    replicas = slots // max(1, flat[_ROLLOUT + "tensor_model_parallel_size"]) if on_gpu else 1
+    fill(_ROLLOUT + "num_replicas", max(1, replicas))
+    return unflatten(flat)
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+PENDING: dict[str, tuple[tuple[Any, ...], str]] = {
+    "trainer.save_freq": ((0,), "checkpoints are not built yet; leave it at -1"),
+    "trainer.resume_mode": (("disable",), "checkpoints are not built yet; there is nothing to resume from"),
+    "actor_rollout_ref.model.lora_rank": ((), "LoRA is not built yet"),
+    "actor_rollout_ref.model.lora_adapter_path": ((), "LoRA is not built yet"),
+    "critic.model.lora_rank": ((), "LoRA is not built yet"),
+    "critic.model.lora_adapter_path": ((), "LoRA is not built yet"),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": ((), "sequence parallelism is not built yet"),
+    "critic.ulysses_sequence_parallel_size": ((), "sequence parallelism is not built yet"),
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": ((), "sharding over part of the ranks is not built yet"),
+    "critic.fsdp.fsdp_size": ((), "sharding over part of the ranks is not built yet"),
+    "actor_rollout_ref.rollout.nnodes": ((), "generation on nodes of its own is not built yet"),
+    "reward.reward_model.enable": ((), "reward models are not built yet; reward functions are"),
+    "algorithm.filter_groups.enable": ((), "dropping groups is not built yet"),
+}
+"""Known keys nothing reads yet: key -> (values accepted beside the default, why). Remove a line to switch one on."""
+
+
+def near_names(name: str, candidates: Sequence[str], count: int = 3) -> list[str]:
+    """The candidates that look most like `name`, best first."""
+    matches = difflib.get_close_matches(name.lower(), [entry.lower() for entry in candidates], count, 0.5)
+    return [entry for match in matches for entry in candidates if entry.lower() == match][:count]
+
+
+def range_problem(name: str, value: Any) -> str | None:
+    """The message for a value outside the key's limits or choices, None if it is fine."""
+    leaf = leaf_keys()[name]
+    if leaf.in_range(value):
+        return None
+    near = near_names(str(value), [str(choice) for choice in leaf.choices or ()], 1)
+    return f"{name}={show(value)}: must be {leaf.wanted()}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def show(value: Any) -> str:
+    """A value as one types it."""
+    return "null" if value is None else str(value)
+
+
+def validate(config: Config) -> list[str]:
+    """Every problem of a resolved config that shows without opening a file. Batch arithmetic is `BatchPlan`'s."""
+    flat = flatten(config)
+    problems = [problem for name, value in flat.items() if (problem := range_problem(name, value))]
+    for name, (accepted, why) in PENDING.items():
+        if flat[name] != leaf_keys()[name].default and flat[name] not in accepted:
+            problems.append(f"{name}={show(flat[name])}: {why}")
+
+    def refuse(wrong: bool, message: str) -> None:
+        if wrong:
+            problems.append(message)
+
+    data, trainer, algorithm, critic = config.data, config.trainer, config.algorithm, config.critic
+    model, actor, rollout = (getattr(config.actor_rollout_ref, name) for name in ("model", "actor", "rollout"))
+    refuse(model.path is None, "actor_rollout_ref.model.path is not set: name a model folder or hub id")
+    refuse(not data.train_files and not trainer.val_only, "data.train_files is not set: name a parquet or json(l) file")
+    refuse(not data.val_files and trainer.val_only, "trainer.val_only=True needs data.val_files")
+    refuse(
+        (data.custom_cls.path is None) != (data.custom_cls.name is None),
+        "data.custom_cls: set both path and name, or neither",
+    )
+    refuse(
+        data.tokenizer != model.tokenizer_path,
+        f"data.tokenizer={data.tokenizer} and actor_rollout_ref.model.tokenizer_path={model.tokenizer_path}: "
+        "two names for one tokenizer; set one of them",
+    )
+    for name, optim in (("actor_rollout_ref.actor.optim", actor.optim), ("critic.optim", critic.optim)):
+        refuse(len(optim.betas) != 2, f"{name}.betas={optim.betas}: must be two numbers")
+        refuse(1.0 in optim.betas, f"{name}.betas={optim.betas}: each must be < 1")
+    refuse(
+        rollout.temperature == 0,
+        "actor_rollout_ref.rollout.temperature=0: training needs samples that differ; use a value > 0 "
+        "(greedy validation: val_kwargs.do_sample=False)",
+    )
+    refuse(
+        not rollout.do_sample,
+        "actor_rollout_ref.rollout.do_sample=False: training needs samples that differ "
+        "(greedy validation: val_kwargs.do_sample=False)",
+    )
+    longest = data.max_prompt_length + data.max_response_length
+    refuse(
+        rollout.max_model_len < longest,
+        f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len}: must be >= data.max_prompt_length + "
+        f"data.max_response_length = {data.max_prompt_length} + {data.max_response_length} = {longest}",
+    )
+    refuse(
+        not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < rollout.max_model_len,
+        f"actor_rollout_ref.rollout.max_num_batched_tokens={rollout.max_num_batched_tokens}: without "
+        f"enable_chunked_prefill it must be >= max_model_len={rollout.max_model_len}",
+    )
+    refuse(
+        trainer.resume_mode == "resume_path" and trainer.resume_from_path is None,
+        "trainer.resume_mode=resume_path needs trainer.resume_from_path",
+    )
+    refuse(
+        trainer.critic_warmup > 0 and not config.needs_critic,
+        f"trainer.critic_warmup={trainer.critic_warmup}: there is no critic to warm up "
+        f"(algorithm.adv_estimator={algorithm.adv_estimator}, critic.enable={critic.enable}); set 0",
+    )
+    correction = algorithm.rollout_correction
+    refuse(
+        (correction.rollout_is or correction.rollout_rs) is not None and not rollout.calculate_log_probs,
+        "algorithm.rollout_correction compares with the engine's log-probs: set "
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+    )
+    return problems
+
+
+def notices(config: Config) -> list[str]:
+    """What is allowed but probably not meant."""
+    data, trainer, rollout = config.data, config.trainer, config.actor_rollout_ref.rollout
+    actor, val, address = config.actor_rollout_ref.actor, rollout.val_kwargs, config.ray_kwargs.ray_init.address
+    found = [
+        (
+            not data.val_files and (trainer.test_freq > 0),
+            f"trainer.test_freq={trainer.test_freq} has no effect: data.val_files is not set, so validation is off",
+        ),
+        (
+            val.n > 1 and (not val.do_sample or val.temperature == 0),
+            f"actor_rollout_ref.rollout.val_kwargs.n={val.n} with greedy decoding gives {val.n} equal responses per "
+            "prompt; set val_kwargs.do_sample=True and a temperature",
+        ),
+        (
+            not val.do_sample and val.temperature > 0,
+            f"actor_rollout_ref.rollout.val_kwargs.temperature={val.temperature} has no effect: val_kwargs.do_sample="
+            "False is greedy",
+        ),
+        (
+            trainer.resume_from_path is not None and trainer.resume_mode != "resume_path",
+            f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}",
+        ),
+        (
+            actor.use_kl_loss and config.algorithm.use_kl_in_reward,
+            "KL against the reference is in both the loss (actor.use_kl_loss) and the reward (algorithm.use_kl_in_reward)",
+        ),
+        (
+            address is not None and trainer.device == "cpu" and not gpus_here(),
+            "no GPU on this machine, so trainer.device is cpu; if the cluster has GPUs: trainer.device=cuda and "
+            "trainer.n_gpus_per_node=…",
+        ),
+    ]
+    for name, optim in (("actor_rollout_ref.actor", actor.optim), ("critic", config.critic.optim)):
+        both = optim.lr_warmup_steps > 0 and optim.lr_warmup_steps_ratio > 0
+        found.append((both, f"{name}.optim.lr_warmup_steps_ratio has no effect: lr_warmup_steps is set"))
+    return [message for applies, message in found if applies]
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether a model or tokenizer name is a folder rather than a hub id such as `owner/model`."""
+    return bool(re.match(r"[/~.]", name)) or name.count("/") > 1 or Path(name.split("/")[0]).is_dir()
+
+
+def check_files(config: Config) -> list[str]:
+    """Every file or folder the run will read that is not there, and names missing in the user's Python files."""
+    problems = []
+    for name in ("data.train_files", "data.val_files"):
+        for file in flatten(config)[name]:
+            if not Path(file).is_file():
+                problems.append(f"{name}: no such file: {file}" + _what_is_there(Path(file)))
+    model = config.actor_rollout_ref.model
+    folders = {"actor_rollout_ref.model.path": model.path}
+    if config.needs_critic:
+        folders["critic.model.path"] = config.critic.model.path
+    for name, folder in folders.items():
+        if folder is not None and looks_like_path(folder) and not (Path(folder) / "config.json").is_file():
+            what = "no config.json in" if Path(folder).is_dir() else "no such folder:"
+            problems.append(f"{name}: {what} {folder}" + _what_is_there(Path(folder)))
+    tokenizer = config.data.tokenizer
+    if tokenizer not in (None, model.path) and looks_like_path(tokenizer) and not Path(tokenizer).is_dir():
+        problems.append(f"data.tokenizer: no such folder: {tokenizer}")
+    if config.trainer.resume_mode == "resume_path" and not Path(config.trainer.resume_from_path or "").is_dir():
+        problems.append(f"trainer.resume_from_path: no such folder: {config.trainer.resume_from_path}")
+
+    function, cls = config.reward.custom_reward_function, config.data.custom_cls
+    sources: list[tuple[str, str | None, str, str | None]] = [
+        ("reward.custom_reward_function.path", function.path, "reward.custom_reward_function.name", function.name),
+        ("data.custom_cls.path", cls.path, "data.custom_cls.name", cls.name),
+    ]
+    for name in PLUGIN_KEYS:
+        file, _, attribute = str(flatten(config)[name]).rpartition(":")
+        sources.append((name, file, name, attribute))
+    for path_key, path, name_key, attribute in sources:
+        if path and path.endswith(".py"):
+            problems += _check_python(path_key, Path(path), name_key, attribute)
+    return problems
+
+
+PLUGIN_KEYS = (
+    "algorithm.adv_estimator",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "actor_rollout_ref.rollout.name",
+    "reward.reward_manager.name",
+)
+"""Keys that take a built-in name, or the user's own as package.module:attribute or path/file.py:attribute."""
+
+
+def _what_is_there(path: Path) -> str:
+    """Names beside a missing path that look like it, or the deepest folder that does exist."""
+    if not path.parent.is_dir():
+        there = next((str(parent) for parent in path.parents if parent.is_dir()), "/")
+        return f" (folders exist up to {there})"
+    near = near_names(path.name, sorted(entry.name for entry in path.parent.iterdir() if entry.name != path.name))
+    return f" (there: {', '.join(near)})" if near else ""
+
+
+def _check_python(path_key: str, path: Path, name_key: str, attribute: str | None) -> list[str]:
+    """Problems of a user's Python file, found without running it."""
+    if not path.is_file():
+        return [f"{path_key}: no such file: {path}" + _what_is_there(path)]
+    text = path.read_text(encoding="utf-8")
+    try:
+        symbols = symtable.symtable(text, str(path), "exec").get_symbols()
+    except (SyntaxError, ValueError) as error:
+        return [f"{path_key}: {path} is not valid Python: {error}"]
+    if "import *" in text or any(symbol.get_name() == attribute for symbol in symbols if not symbol.is_global()):
+        return []
+    defined = [symbol.get_name() for symbol in symbols if symbol.is_namespace()]
+    return [f"{name_key}={attribute}: {path} defines {', '.join(defined) or 'no function'}, but no {attribute}"]
