@@ -1,0 +1,1 @@
+"""Prompts: files to batches of token ids, and the order they come in."""

@@ -1,0 +1,246 @@
+"""Prompts from parquet, json or jsonl files with verl's columns.
+
+A row: `prompt` (chat messages, or a string), `data_source`, `reward_model` {"style", "ground_truth"}, and optionally
+`ability` and `extra_info` (null or absent: {}). `data.prompt_key` and `data.reward_fn_key` rename the first two.
+Everything that can be wrong with the files is found when the dataset is built, before a model loads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from verl_lite.config import DataConfig
+from verl_lite.data.prompts import EncodingError, Messages, encode_prompts, load_tokenizer, read_messages
+from verl_lite.plugins import resolve
+from verl_lite.protocol import DataProto
+
+__all__ = ["PromptCounts", "PromptDataset", "build_dataset", "load_tokenizer"]
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".parquet", ".json", ".jsonl")
+
+
+class ParquetRows(Sequence[dict[str, Any]]):
+    """The rows of a parquet file as dicts, made when asked for: the table stays in Arrow's compact form."""
+
+    def __init__(self, path: str) -> None:
+        self._table = pa.parquet.read_table(path)
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, row: Any) -> Any:
+        return self._table.slice(row, 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._table.to_batches(max_chunksize=1000):
+            yield from batch.to_pylist()
+
+
+@dataclass(frozen=True)
+class PromptCounts:
+    """What became of the prompts in the files."""
+
+    read: int
+    too_long: int  # longer than data.max_prompt_length: dropped, or truncated
+    kept: int
+    shortest: int  # tokens, over all that were read
+    longest: int
+
+
+class PromptDataset:
+    """The prompts of some files, in file order. `dataset[i]` is a row; `batch` makes the DataProto the trainer uses.
+
+    To read other formats or columns, derive from this class, override `read_rows`, and name the class in
+    `data.custom_cls.path` and `data.custom_cls.name`.
+    """
+
+    def __init__(
+        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, prompt_key: str, reward_fn_key: str,
+        max_prompt_length: int, filter_overlong_prompts: bool, num_workers: int, truncation: str, max_samples: int,
+        apply_chat_template_kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self._prompt_key, self._reward_fn_key = prompt_key, reward_fn_key
+        self._max_prompt_length, self._truncation = max_prompt_length, truncation
+        self._pad_id = tokenizer.pad_token_id
+        _check_files(files)
+        self._files = [(path, self.read_rows(path)) for path in files]
+        self._locations: list[tuple[int, int]] = []  # per prompt: number of its file, row in it
+        prompts = self._read_prompts(max_samples)
+        try:
+            self._tokens = encode_prompts(prompts, tokenizer, apply_chat_template_kwargs, num_workers=num_workers)
+        except EncodingError as error:
+            raise ValueError(f"cannot tokenize {self._where(error.index)}: {error.message}") from error
+        self._kept, self.counts = self._apply_limit(filter_overlong_prompts)
+
+    def read_rows(self, path: str) -> Sequence[dict[str, Any]]:
+        """The rows of one file, as dicts with verl's columns."""
+        if path.endswith(".parquet"):
+            return ParquetRows(path)
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            if path.endswith(".json"):
+                rows = json.loads(text)
+            else:
+                rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not valid {Path(path).suffix[1:]}: {error}") from error
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"{path}: expected a list of objects, one per prompt")
+        return rows
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """A row of the files, with what the trainer needs of it under fixed names, and its `prompt_ids`."""
+        position = self._kept[index]
+        file, row_number = self._locations[position]
+        row = self._files[file][1][row_number]
+        return {
+            **row,
+            "raw_prompt": read_messages(row[self._prompt_key]),
+            "prompt_ids": self._truncate(self._tokens[position]).tolist(),
+            "data_source": row[self._reward_fn_key],
+            "ground_truth": row["reward_model"]["ground_truth"],
+            "extra_info": row.get("extra_info") or {},
+        }
+
+    @property
+    def data_sources(self) -> list[str]:
+        """The different data sources of the kept rows, in order of appearance."""
+        return list(dict.fromkeys(self._sources[position] for position in self._kept))
+
+    def batch(self, indices: Sequence[int], epoch: int) -> DataProto:
+        """Rows as a batch: `prompts` [B, P] int64 padded on the left, `prompt_lengths` [B], and object columns.
+
+        `uid` = "{epoch}-{place in the files}": it names a prompt across runs, whatever the filter or the order.
+        """
+        rows = [self[i] for i in indices]
+        lengths = [len(row["prompt_ids"]) for row in rows]
+        prompts = torch.full((len(rows), max(lengths, default=0)), self._pad_id, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            prompts[i, prompts.shape[1] - lengths[i] :] = torch.tensor(row["prompt_ids"])
+        columns = ("data_source", "ground_truth", "extra_info", "raw_prompt", "prompt_ids")
+        return DataProto.from_dict(
+            tensors={"prompts": prompts, "prompt_lengths": torch.tensor(lengths, dtype=torch.int64)},
+            non_tensors={
+                "uid": [f"{epoch}-{self._kept[i]}" for i in indices],
+                **{name: [row[name] for row in rows] for name in columns},
+            },
+        )
+
+    def _read_prompts(self, max_samples: int) -> list[Messages]:
+        prompts: list[Messages] = []
+        self._sources: list[str] = []
+        for file, (path, rows) in enumerate(self._files):
+            for row_number, row in enumerate(rows):
+                if len(prompts) == max_samples:
+                    return prompts
+                self._locations.append((file, row_number))
+                self._check_row(row, row_number, path)
+                try:
+                    prompts.append(read_messages(row[self._prompt_key]))
+                except ValueError as error:
+                    raise ValueError(f"{self._where(-1)}, column {self._prompt_key!r}: {error}") from error
+                self._sources.append(row[self._reward_fn_key])
+        if not prompts:
+            raise ValueError(f"no rows in {', '.join(path for path, _ in self._files)}")
+        return prompts
+
+    def _check_row(self, row: dict[str, Any], row_number: int, path: str) -> None:
+        needed = {self._prompt_key: "data.prompt_key", self._reward_fn_key: "data.reward_fn_key", "reward_model": None}
+        for column, key in needed.items():
+            named_by = f" (named by {key})" if key else " (a struct with ground_truth)"
+            if column not in row:
+                raise ValueError(f"{path} has no column {column!r}{named_by}; its columns: {', '.join(row)}")
+            if row[column] is None:
+                raise ValueError(f"{path}, row {row_number}: column {column!r}{named_by} is null")
+        if not isinstance(row["reward_model"], dict) or "ground_truth" not in row["reward_model"]:
+            raise ValueError(f"{path}, row {row_number}: column 'reward_model' has no field 'ground_truth'")
+        if not isinstance(row.get("extra_info"), dict | None):
+            raise ValueError(f"{path}, row {row_number}: column 'extra_info' is not a struct but {row['extra_info']!r}")
+
+    def _apply_limit(self, filter_overlong_prompts: bool) -> tuple[list[int], PromptCounts]:
+        lengths, limit = self._tokens.lengths, self._max_prompt_length
+        if lengths.min() == 0:
+            raise ValueError(f"{self._where(int(lengths.argmin()))} has a prompt without a single token")
+        too_long = lengths > limit
+        kept = np.flatnonzero(~too_long) if filter_overlong_prompts else np.arange(len(lengths))
+        counts = PromptCounts(len(lengths), int(too_long.sum()), len(kept), int(lengths.min()), int(lengths.max()))
+        if not len(kept):
+            raise ValueError(
+                f"0 of {counts.read} prompts left: all are longer than data.max_prompt_length={limit}, the shortest "
+                f"has {counts.shortest} tokens; raise data.max_prompt_length to at least that"
+            )
+        if counts.too_long and not filter_overlong_prompts and self._truncation == "error":
+            first = int(too_long.argmax())
+            raise ValueError(
+                f"{counts.too_long} of {counts.read} prompts are longer than data.max_prompt_length={limit} (longest: "
+                f"{counts.longest} tokens; first: {self._where(first)} with {lengths[first]}); raise it, drop them with "
+                "data.filter_overlong_prompts=True, or cut them with data.truncation=left, right or middle"
+            )
+        logger.info(
+            "%d prompts of %d to %d tokens read, %d longer than data.max_prompt_length=%d %s, %d kept",
+            counts.read, counts.shortest, counts.longest, counts.too_long, limit,
+            "dropped" if filter_overlong_prompts else f"cut ({self._truncation})", counts.kept,
+        )  # fmt: skip
+        return kept.tolist(), counts
+
+    def _truncate(self, ids: np.ndarray) -> np.ndarray:
+        limit = self._max_prompt_length
+        if len(ids) <= limit:
+            return ids
+        if self._truncation == "left":
+            return ids[-limit:]
+        if self._truncation == "right":
+            return ids[:limit]
+        head = limit // 2
+        return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])
+
+    def _where(self, position: int) -> str:
+        file, row_number = self._locations[position]
+        return f"row {row_number} of {self._files[file][0]}"
+
+
+def build_dataset(
+    data: DataConfig, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_samples: int
+) -> PromptDataset:
+    """The dataset the config asks for: `PromptDataset`, or the user's own class derived from it."""
+    cls: Any = PromptDataset
+    if data.custom_cls.path is not None:
+        cls = resolve(f"{data.custom_cls.path}:{data.custom_cls.name}", None, key="data.custom_cls")
+        if not (isinstance(cls, type) and issubclass(cls, PromptDataset)):
+            raise TypeError(
+                f"data.custom_cls.name={data.custom_cls.name} of {data.custom_cls.path} must be a class derived from "
+                "verl_lite.data.dataset.PromptDataset"
+            )
+    return cls(
+        files, tokenizer, prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key,
+        max_prompt_length=data.max_prompt_length, filter_overlong_prompts=data.filter_overlong_prompts,
+        num_workers=data.filter_overlong_prompts_workers, truncation=data.truncation, max_samples=max_samples,
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+    )  # fmt: skip
+
+
+def _check_files(files: Sequence[str]) -> None:
+    problems = []
+    for path in files:
+        if not Path(path).is_file():
+            problems.append(f"{path} does not exist")
+        elif not path.endswith(SUFFIXES):
+            problems.append(f"{path} is none of {', '.join(SUFFIXES)}")
+    if problems or not files:
+        raise ValueError("data.train_files / data.val_files: " + ("; ".join(problems) or "no file given"))

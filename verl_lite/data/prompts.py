@@ -1,0 +1,197 @@
+"""From chat messages to token ids: the tokenizer, the chat template, and encoding in several processes.
+
+`python -m verl_lite.data.prompts` is the encoding process: one pickled job on stdin, one pickled answer on stdout.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+
+# A process that encodes needs several seconds to import its libraries: not worth it for fewer prompts than this.
+MIN_PROMPTS_PER_PROCESS = 5_000
+# Far above what any data set needs; a process that takes longer is stuck.
+ENCODING_TIMEOUT_S = 6 * 3600
+
+
+def load_tokenizer(
+    path: str, *, trust_remote_code: bool = False, custom_chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub id, with a pad token and a chat template for certain.
+
+    Without a pad token the end token stands in: nothing here finds padding by its id. `custom_chat_template` is a Jinja
+    template or the path of a file that holds one.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load a tokenizer from {path} (actor_rollout_ref.model.tokenizer_path): {error}") from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer of {path} has neither a pad token nor an end token; set one in its files")
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.warning("the tokenizer of %s has no pad token; its end token %r is used", path, tokenizer.eos_token)
+    if custom_chat_template is not None:
+        is_file = len(custom_chat_template) < 1024 and Path(custom_chat_template).is_file()
+        tokenizer.chat_template = Path(custom_chat_template).read_text() if is_file else custom_chat_template
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"the tokenizer of {path} has no chat template; set actor_rollout_ref.model.custom_chat_template to a Jinja "
+            "template, e.g. \"{% for m in messages %}{{ m['content'] }}{% endfor %}\" for a base model"
+        )
+    return tokenizer
+
+
+def read_messages(value: Any) -> Messages:
+    """A prompt cell as a list of messages with plain text. A bare string is one user message.
+
+    NumPy arrays (as pandas gives them) are lists, text parts of structured content are joined, fields that are null
+    are dropped (parquet fills in the fields that only other rows have). Raises `ValueError` for anything else.
+    """
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"expected a list of messages, got {_short(value)}")
+    return [_read_message(message) for message in value]
+
+
+def _read_message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"expected a message with role and content, got {_short(message)}")
+    content = message.get("content")
+    if isinstance(content, np.ndarray):
+        content = content.tolist()
+    if isinstance(content, list | tuple):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError(f"only text parts are supported in a message's content, got {_short(content)}")
+        content = "".join(parts)
+    if not isinstance(content, str):
+        raise ValueError(f"expected text as a message's content, got {_short(content)}")
+    return {**{k: v for k, v in message.items() if v is not None}, "content": content}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+class EncodingError(ValueError):
+    """The chat template or the tokenizer failed on one prompt."""
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(index, message)
+        self.index, self.message = index, message
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Ragged rows of token ids in two flat arrays (a list per row would take eight times the memory)."""
+
+    ids: np.ndarray  # int32, all rows one after the other
+    ends: np.ndarray  # int64 [rows], where each row ends in `ids`
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.ids[self.ends[row - 1] if row else 0 : self.ends[row]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.ends, prepend=0)
+
+
+def encode_prompts(
+    prompts: Sequence[Messages], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], *, num_workers: int
+) -> TokenTable:
+    """Token ids of every prompt under the chat template, generation prompt included. Raises `EncodingError`."""
+    num_processes = max(1, min(num_workers, len(prompts) // MIN_PROMPTS_PER_PROCESS))
+    if num_processes == 1:
+        return _encode(prompts, tokenizer, template_kwargs)
+    cuts = [len(prompts) * i // num_processes for i in range(num_processes + 1)]
+    jobs = [(prompts[start:end], tokenizer, template_kwargs) for start, end in zip(cuts, cuts[1:], strict=False)]
+    with ThreadPoolExecutor(num_processes) as threads:
+        answers = list(threads.map(_encode_in_process, jobs))
+    for start, answer in zip(cuts, answers, strict=False):
+        if isinstance(answer, EncodingError):
+            raise EncodingError(start + answer.index, answer.message)
+    offsets = np.cumsum([0] + [len(answer.ids) for answer in answers])
+    return TokenTable(
+        np.concatenate([answer.ids for answer in answers]),
+        np.concatenate([answer.ends + offset for answer, offset in zip(answers, offsets, strict=False)]),
+    )
+
+
+def _encode(prompts: Sequence[Messages], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> TokenTable:
+    kwargs = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
+    ids: list[np.ndarray] = []
+    lengths: list[int] = []
+    for start in range(0, len(prompts), 1000):
+        chunk = list(prompts[start : start + 1000])
+        try:
+            rows = _encode_chunk(chunk, tokenizer, kwargs)
+        except Exception:
+            # Once more, one by one, to name the row.
+            for i, prompt in enumerate(chunk):
+                try:
+                    _encode_chunk([prompt], tokenizer, kwargs)
+                except Exception as error:
+                    raise EncodingError(start + i, f"{type(error).__name__}: {error}") from error
+            raise
+        lengths += map(len, rows)
+        ids += [np.asarray(row, dtype=np.int32) for row in rows]
+    return TokenTable(np.concatenate(ids), np.cumsum(lengths, dtype=np.int64))
+
+
+def _encode_chunk(prompts: list[Messages], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> list[list[int]]:
+    texts = tokenizer.apply_chat_template(prompts, **kwargs)
+    # The template writes the special tokens itself; a second <bos> would shift every position.
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def _encode_in_process(job: tuple) -> Any:
+    process = subprocess.run(
+        [sys.executable, "-m", "verl_lite.data.prompts"], input=pickle.dumps(job), stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false"},
+        timeout=ENCODING_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    if process.returncode != 0:
+        raise ValueError(
+            f"a process that measures prompts failed (exit code {process.returncode}, its traceback is above); "
+            "try data.filter_overlong_prompts_workers=1"
+        )
+    return pickle.loads(process.stdout)
+
+
+def _main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a print in a tokenizer's code must not end up in the answer
+    job = pickle.load(sys.stdin.buffer)
+    try:
+        answer: Any = _encode(*job)
+    except EncodingError as error:
+        answer = error
+    with answers:
+        pickle.dump(answer, answers, protocol=5)
+
+
+if __name__ == "__main__":
+    _main()
