@@ -2,28 +2,34 @@
 
 Pure Python: no torch, no Ray. Two objects:
 
+- `Schedule` is computed per update from the real lengths. It says which rows form which mini-batch, which rank gets
+  which of them, and how each rank cuts its share into micro-batches. Workers only follow it.
 - `BatchPlan` is computed from the config alone, before anything loads. It knows every size, prints the arithmetic and
   refuses combinations that cannot work.
-- `Schedule` is computed per update from the real lengths. It says which rows form which mini-batch, which rank gets which
-  of them, and how each rank cuts its share into micro-batches. Workers only follow it.
 
-Words: a *row* is one sequence (prompt + response); a *mini-batch* is one optimizer step; a *micro-batch* is what one rank
-holds in memory in one forward-backward. Only the mini-batch has an influence on the result.
+Words: a *row* is one sequence (prompt + response); a *mini-batch* is one optimizer step; a *micro-batch* is what one
+rank holds in memory in one forward-backward. Only the mini-batch has an influence on the result.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import random
+import textwrap
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-ACTOR_TOKEN_LIMIT_KEY = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+if TYPE_CHECKING:
+    from verl_lite.config import Config
 
+ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 
-# ---------------------------------------------------------------------------------------------------- the schedule
+# The schedule
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def build_schedules(
     shuffle: bool,
     seed: int,
     group_size: int = 1,
-    limit_key: str = ACTOR_TOKEN_LIMIT_KEY,
+    limit_key: str = f"{ACTOR}.ppo_max_token_len_per_gpu",
 ) -> list[Schedule]:
     """The schedules of one update, one per epoch.
 
@@ -148,7 +154,7 @@ def forward_schedule(
     micro_batch_rows: int | None = None,
     max_token_len: int | None = None,
     balance: bool,
-    limit_key: str = ACTOR_TOKEN_LIMIT_KEY,
+    limit_key: str = f"{ACTOR}.ppo_max_token_len_per_gpu",
 ) -> Schedule:
     """The schedule of a pass without gradient (log-probs, values, rewards): all rows as one mini-batch, in any order.
 
@@ -193,8 +199,9 @@ def _cut_mini_batch(
         longest = max(rows, key=lambda row: lengths[row])
         if lengths[longest] > max_token_len:
             raise ValueError(
-                f"{limit_key}={max_token_len} is below the {lengths[longest]} tokens of row {longest}, and a row is never "
-                f"cut; set it to at least {lengths[longest]}, or shorten data.max_prompt_length or data.max_response_length"
+                f"{limit_key}={max_token_len} is below the {lengths[longest]} tokens of row {longest}, and a row is "
+                f"never cut; set it to at least {lengths[longest]}, or shorten data.max_prompt_length or "
+                "data.max_response_length."
             )
         bins = [_pack(share, lengths, max_token_len) for share in by_rank]
         num_micro = max(len(rank_bins) for rank_bins in bins)
@@ -226,11 +233,11 @@ def _contiguous_shares(rows: list[int], dp_size: int) -> list[list[int]]:
 def _balanced_shares(rows: list[int], lengths: Sequence[int], dp_size: int) -> list[list[int]]:
     """Deals rows to ranks: row counts within one, larger ones first; token sums within the longest row.
 
-    Karmarkar–Karp differencing for equal counts (Michiels et al. 2003, "Performance ratios for the differencing method",
-    the balanced variant). The rows, longest first and filled up with rows of length 0, are cut into rounds of one row per
-    rank. A round is a dealing with a spread (largest minus smallest sum) of at most the longest row. The two dealings
-    with the largest spreads are joined, the heaviest share of one with the lightest of the other: for any two ranks the
-    differences then oppose each other, so the joined spread is at most the larger of the two. Hence the bound.
+    Karmarkar and Karp's differencing (1982) in its variant for equal counts (Yakir 1996). The rows, longest first and
+    filled up with rows of length 0, are cut into rounds of one row per rank. A round is a dealing whose spread (largest
+    minus smallest sum) is at most the longest row. The two dealings with the largest spreads are joined, the heaviest
+    share of one with the lightest of the other. For any two ranks the two differences then have opposite signs, so the
+    joined spread is at most the larger of the two, and the bound holds to the end.
     """
     if dp_size == 1:
         return [list(rows)]
@@ -257,7 +264,7 @@ def _balanced_shares(rows: list[int], lengths: Sequence[int], dp_size: int) -> l
 
 
 def _pack(rows: list[int], lengths: Sequence[int], max_token_len: int) -> list[list[int]]:
-    """As few micro-batches of at most `max_token_len` tokens as best-fit decreasing finds (at most 11/9 optimal + 1)."""
+    """As few micro-batches of at most `max_token_len` tokens as best-fit decreasing finds."""
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, bin), sorted
     for row in sorted(rows, key=lambda row: -lengths[row]):
@@ -274,7 +281,7 @@ def _pack(rows: list[int], lengths: Sequence[int], max_token_len: int) -> list[l
 
 
 def _even_bins(rows: list[int], lengths: Sequence[int], max_token_len: int, num_bins: int) -> list[list[int]] | None:
-    """Exactly `num_bins` non-empty micro-batches of similar token counts, or None where greedy dealing breaks the limit."""
+    """Exactly `num_bins` non-empty micro-batches of similar token counts, or None if dealing them breaks the limit."""
     if len(rows) < num_bins:
         return None
     bins: list[list[int]] = [[] for _ in range(num_bins)]
@@ -298,3 +305,521 @@ def _split_until(bins: list[list[int]], num_bins: int) -> list[list[int]]:
         half = (len(bins[widest]) + 1) // 2
         bins[widest : widest + 1] = [bins[widest][:half], bins[widest][half:]]
     return bins
+
+
+# The plan
+
+
+class PlanError(ValueError):
+    """The sizes cannot work together; `problems` has every reason, each with its keys, values and the way out."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("the batch sizes cannot work:" + "".join(f"\n  - {problem}" for problem in self.problems))
+
+
+Row = tuple[str, object, str]  # of the table: name, value, the arithmetic that gives it
+
+
+@dataclass(frozen=True)
+class MicroLimit:
+    """The upper bound of a micro-batch: in rows or in tokens, never both."""
+
+    key: str  # the dotted key that sets it
+    rows: int | None
+    tokens: int | None  # over the sequence-parallel ranks that share a row
+
+    def cut(self, rows: int) -> list[int] | None:
+        """Micro-batches of this many rows: 256 at most 80 each are 80, 80, 80, 16. None: the lengths decide."""
+        if self.rows is None:
+            return None
+        return [min(self.rows, rows - start) for start in range(0, rows, self.rows)]
+
+    def arguments(self) -> dict[str, Any]:
+        return {"micro_batch_rows": self.rows, "max_token_len": self.tokens, "limit_key": self.key}
+
+    def table_row(self, name: str, rows: int) -> Row:
+        if self.rows is None:
+            return name, "by tokens", f"{_count(rows, 'row')}, at most {self.tokens:,} tokens at once ({self.key})"
+        return (
+            name,
+            _sum_text(self.cut(rows) or []),
+            f"{_count(rows, 'row')}, at most {self.rows:,} at once ({self.key})",
+        )
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """One role's update in one training step. Sizes count sequences (rows) unless they say prompts."""
+
+    role: str  # the dotted key of its section
+    unit: str  # what mini_batch_size counts: prompt | sequence
+    mini_batch_size: int
+    prompts: int
+    responses_per_prompt: int
+    epochs: int
+    dp_size: int
+    micro: MicroLimit
+    balance: bool
+    shuffle: bool
+
+    @property
+    def group_size(self) -> int:
+        """Rows that stay together in a mini-batch."""
+        return self.responses_per_prompt if self.unit == "prompt" else 1
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.responses_per_prompt
+
+    @property
+    def mini_batch_sequences(self) -> int:
+        return self.mini_batch_size * self.group_size
+
+    @property
+    def mini_batches(self) -> int:
+        return self.sequences // self.mini_batch_sequences
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps per training step."""
+        return self.mini_batches * self.epochs
+
+    @property
+    def rows_per_rank(self) -> list[int]:
+        return _share_sizes(self.sequences, self.dp_size)
+
+    @property
+    def mini_batch_rows_per_rank(self) -> list[int]:
+        """Of the first mini-batch; where shares differ, the larger ones move on from rank to rank."""
+        return _share_sizes(self.mini_batch_sequences, self.dp_size)
+
+    @property
+    def micro_batch_rows(self) -> list[int] | None:
+        """Of the rank with most rows; None where micro-batches are cut by tokens."""
+        return self.micro.cut(self.mini_batch_rows_per_rank[0])
+
+    def schedules(self, lengths: Sequence[int], seed: int) -> list[Schedule]:
+        """One schedule per epoch for rows of these lengths (tokens); see `build_schedules`."""
+        size, order = self.mini_batch_sequences, {"shuffle": self.shuffle, "seed": seed, "group_size": self.group_size}
+        how: dict[str, Any] = {"dp_size": self.dp_size, "balance": self.balance, **self.micro.arguments(), **order}
+        return build_schedules(lengths, mini_batch_rows=size, epochs=self.epochs, **how)
+
+    def to_json(self) -> dict[str, Any]:
+        micro, (prompts, rest) = self.micro_batch_rows, divmod(self.mini_batch_sequences, self.responses_per_prompt)
+        return {
+            "ppo_mini_batch_unit": self.unit,
+            "mini_batch_prompts": None if rest else prompts,
+            "mini_batch_sequences": self.mini_batch_sequences,
+            "optimizer_steps_per_training_step": self.optimizer_steps,
+            "ppo_epochs": self.epochs,
+            "dp_size": self.dp_size,
+            "rows_per_rank": _one_or_list(self.rows_per_rank),
+            "mini_batch_rows_per_rank": _one_or_list(self.mini_batch_rows_per_rank),
+            "micro_batch_rows": micro,
+            "micro_batch_max_tokens": self.micro.tokens,
+            "gradient_accumulation_steps": None if micro is None else len(micro),
+        }
+
+    def table_rows(self) -> Iterator[Row]:
+        n, ranks = self.responses_per_prompt, _count(self.dp_size, "rank")
+        all_rows, rows = _count(self.sequences, "sequence"), _count(self.mini_batch_sequences, "sequence")
+        how = f"{self.role}.ppo_mini_batch_size={self.mini_batch_size} {self.unit}s"
+        yield "mini-batch", rows, how + f" · rollout.n={n}" * (self.unit == "prompt")
+        yield "mini-batches", self.mini_batches, f"{all_rows} / {self.mini_batch_sequences:,}"
+        how = f"one per mini-batch: {self.mini_batches:,} · {self.role}.ppo_epochs={self.epochs}"
+        yield "optimizer steps", self.optimizer_steps, how
+        shares = self.mini_batch_rows_per_rank
+        yield "rows per rank", _shares_text(self.rows_per_rank), f"{all_rows} / {ranks}"
+        yield "  of each mini-batch", _shares_text(shares), f"{rows} / {ranks}"
+        yield self.micro.table_row("  in micro-batches of", shares[0])
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """A pass without gradient over the whole train batch; its micro-batches bound memory and nothing else."""
+
+    name: str  # old_log_probs | ref_log_probs | values
+    rows_per_rank: int  # of the rank with most rows
+    dp_size: int
+    micro: MicroLimit
+    balance: bool
+
+    def schedule(self, lengths: Sequence[int]) -> Schedule:
+        """The schedule for rows of these lengths (tokens); see `forward_schedule`."""
+        return forward_schedule(lengths, dp_size=self.dp_size, balance=self.balance, **self.micro.arguments())
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Every size of a training step, derived from the config alone."""
+
+    actor: UpdatePlan
+    critic: UpdatePlan | None
+    other_reading: UpdatePlan | str | None  # with n > 1: the mini-batch size in the other unit, or why it cannot be
+    passes: tuple[PassPlan, ...]
+    total_training_steps: int | None
+    step_rows: tuple[Row, ...]
+    run_rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def from_config(
+        cls, cfg: Config, num_train_rows: int | None = None, given: Collection[str] = (), notes: Sequence[str] = ()
+    ) -> BatchPlan:
+        """The plan, or a PlanError with every problem.
+
+        num_train_rows: prompts of the training set, once it is loaded and filtered; the length of the run needs it.
+        given: dotted keys that the user wrote, for the notes on keys without effect; a key whose value is not the
+            default counts as written.
+        notes: what others found, to stand before the plan's own notes.
+        """
+        problems = list(_problems(cfg, num_train_rows))
+        if problems:
+            raise PlanError(problems)
+        actor = _update_plan(cfg, ACTOR, cfg.actor_rollout_ref.actor.ppo_mini_batch_unit)
+        other: UpdatePlan | str | None = None
+        if actor.responses_per_prompt > 1:
+            unit = "sequence" if actor.unit == "prompt" else "prompt"
+            other = _mini_batch_problem(cfg, ACTOR, unit) or _update_plan(cfg, ACTOR, unit)
+        total, how = _total_training_steps(cfg, num_train_rows)
+        critic = _update_plan(cfg, "critic", actor.unit) if cfg.needs_critic else None
+        passes = []
+        for name, phase in _phases(cfg).items():
+            if name not in (ACTOR, "critic"):
+                dp_size = cfg.num_slots // _get(cfg, phase.ranks_per_row)
+                most = _share_sizes(actor.sequences, dp_size)[0]
+                passes.append(PassPlan(name, most, dp_size, phase.limit(cfg), cfg.trainer.balance_batch))
+        return cls(
+            actor=actor,
+            critic=critic,
+            other_reading=other,
+            passes=tuple(passes),
+            total_training_steps=total,
+            step_rows=tuple(_step_rows(cfg, actor)),
+            run_rows=tuple(_run_rows(cfg, actor, total, how)),
+            notes=(*notes, *_notes(cfg, actor, given)),
+        )
+
+    @property
+    def dp_size(self) -> int:
+        return self.actor.dp_size
+
+    @property
+    def optimizer_steps(self) -> int:
+        """The actor's optimizer steps per training step."""
+        return self.actor.optimizer_steps
+
+    @property
+    def mini_batch_sequences(self) -> int:
+        return self.actor.mini_batch_sequences
+
+    def forward_pass(self, name: str) -> PassPlan:
+        """old_log_probs, ref_log_probs or values: those that this run has."""
+        return next(forward for forward in self.passes if forward.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain values. The names at the top level speak of the actor; `critic` has its own."""
+        other = self.other_reading
+        return {
+            "prompts_per_step": self.actor.prompts,
+            "responses_per_prompt": self.actor.responses_per_prompt,
+            "sequences_per_step": self.actor.sequences,
+            **self.actor.to_json(),
+            "other_reading": other.to_json() if isinstance(other, UpdatePlan) else other,
+            "critic": self.critic and self.critic.to_json(),
+            "forward_micro_batch_rows": {p.name: p.micro.cut(p.rows_per_rank) for p in self.passes},
+            "total_training_steps": self.total_training_steps,
+            "notes": list(self.notes),
+        }
+
+    def table(self) -> str:
+        """The plan for reading: every number beside the arithmetic that gives it."""
+        reading = f"Actor: a mini-batch counts {self.actor.unit}s ({ACTOR}.ppo_mini_batch_unit={self.actor.unit})"
+        sections: list[tuple[str, list[Row]]] = [
+            ("One training step", list(self.step_rows)),
+            (reading, list(self.actor.table_rows())),
+        ]
+        if isinstance(self.other_reading, UpdatePlan):
+            key = f"{ACTOR}.ppo_mini_batch_unit={self.other_reading.unit}"
+            shown = ("mini-batch", "optimizer steps", "  of each mini-batch", "  in micro-batches of")
+            rows = [row for row in self.other_reading.table_rows() if row[0] in shown]
+            sections.append((f"Not in force: the other reading of the same number ({key})", rows))
+        elif self.other_reading:
+            sections.append((f"The other reading of the same number is impossible: {self.other_reading}", []))
+        if self.critic:
+            sections.append(("Critic", list(self.critic.table_rows())))
+        passes = [forward.micro.table_row(forward.name, forward.rows_per_rank) for forward in self.passes]
+        sections.append(("Passes without gradient, on each rank", passes))
+        sections.append(("The run", list(self.run_rows)))
+        lines = ["Batch plan"]
+        for title, rows in sections:
+            lines += ["", *textwrap.wrap(title, 118)]
+            for name, value, how in rows:
+                shown_value = f"{value:,}" if isinstance(value, int) else str(value)
+                first, *more = textwrap.wrap(how, 72, break_long_words=False) or [""]
+                lines += [f"  {name:<22}{shown_value:>20}   {first}", *(" " * 47 + rest for rest in more)]
+        if self.notes:
+            lines += ["", "Notes"]
+        for note in self.notes:
+            lines += textwrap.wrap(note, 118, initial_indent="  - ", subsequent_indent="    ", break_long_words=False)
+        return "\n".join(lines)
+
+
+def _get(cfg: Config, key: str) -> Any:
+    return attrgetter(key)(cfg)
+
+
+class _Phase(NamedTuple):
+    """The dotted keys that bound the micro-batches of one phase of a training step."""
+
+    rows: str
+    dynamic: str
+    tokens: str
+    ranks_per_row: str
+
+    def limit(self, cfg: Config) -> MicroLimit:
+        if _get(cfg, self.dynamic):
+            return MicroLimit(self.tokens, None, _get(cfg, self.tokens) * _get(cfg, self.ranks_per_row))
+        return MicroLimit(self.rows, _get(cfg, self.rows), None)
+
+
+def _phases(cfg: Config) -> dict[str, _Phase]:
+    """The phases of this run in which ranks cut their rows into micro-batches; updates carry their section's name."""
+
+    def update(role: str, rows: str = "ppo_micro_batch_size_per_gpu") -> _Phase:
+        tokens, ranks_per_row = f"{role}.ppo_max_token_len_per_gpu", f"{role}.ulysses_sequence_parallel_size"
+        return _Phase(f"{role}.{rows}", f"{role}.use_dynamic_bsz", tokens, ranks_per_row)
+
+    def log_probs(role: str) -> _Phase:
+        rows, tokens = f"{role}.log_prob_micro_batch_size_per_gpu", f"{role}.log_prob_max_token_len_per_gpu"
+        return _Phase(rows, f"{role}.log_prob_use_dynamic_bsz", tokens, f"{ACTOR}.ulysses_sequence_parallel_size")
+
+    phases = {ACTOR: update(ACTOR), "old_log_probs": log_probs(ROLLOUT)}
+    if cfg.needs_ref:
+        phases["ref_log_probs"] = log_probs(REF)
+    if cfg.needs_critic:
+        phases["values"] = update("critic", "forward_micro_batch_size_per_gpu")
+        phases["critic"] = update("critic")
+    return phases
+
+
+def _update_plan(cfg: Config, role: str, unit: str) -> UpdatePlan:
+    section = _get(cfg, role)
+    return UpdatePlan(
+        role=role,
+        unit=unit,
+        mini_batch_size=section.ppo_mini_batch_size,
+        prompts=cfg.data.train_batch_size,
+        responses_per_prompt=cfg.actor_rollout_ref.rollout.n,
+        epochs=section.ppo_epochs,
+        dp_size=cfg.num_slots // section.ulysses_sequence_parallel_size,
+        micro=_phases(cfg)[role].limit(cfg),
+        balance=cfg.trainer.balance_batch,
+        shuffle=section.shuffle,
+    )
+
+
+def _step_rows(cfg: Config, actor: UpdatePlan) -> Iterator[Row]:
+    data, rollout, trainer = cfg.data, cfg.actor_rollout_ref.rollout, cfg.trainer
+    n, tp_size, sp_size = rollout.n, rollout.tensor_model_parallel_size, cfg.num_slots // actor.dp_size
+    prompt, response = data.max_prompt_length, data.max_response_length
+    yield "prompts", actor.prompts, "data.train_batch_size"
+    yield "sequences (rows)", actor.sequences, f"{actor.prompts:,} prompts · rollout.n={n} responses"
+    how = f"data.max_prompt_length={prompt} + data.max_response_length={response} tokens"
+    yield "longest sequence", prompt + response, how
+    how = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} · trainer.nnodes={trainer.nnodes} on {trainer.device}"
+    yield "ranks", cfg.num_slots, how
+    if sp_size > 1:
+        how = f"{cfg.num_slots} ranks / ulysses_sequence_parallel_size={sp_size}, which share each row"
+        yield "data-parallel ranks", actor.dp_size, how
+    where = f"on {rollout.nnodes} nodes of their own" if rollout.nnodes else "on the same devices"
+    how = f"each over rollout.tensor_model_parallel_size={tp_size}, {where}"
+    yield "rollout engines", rollout.num_replicas, how
+
+
+def _total_training_steps(cfg: Config, num_train_rows: int | None) -> tuple[int | None, str]:
+    epochs, prompts = cfg.trainer.total_epochs, cfg.data.train_batch_size
+    if cfg.trainer.total_training_steps is not None:
+        return cfg.trainer.total_training_steps, "trainer.total_training_steps"
+    if num_train_rows is None:
+        return None, f"prompts in data.train_files // {prompts:,} · trainer.total_epochs={epochs}"
+    steps = num_train_rows // prompts
+    how = f"({num_train_rows:,} prompts in data.train_files // {prompts:,} = {steps:,}) · trainer.total_epochs={epochs}"
+    return steps * epochs, how
+
+
+def _run_rows(cfg: Config, actor: UpdatePlan, total: int | None, how: str) -> Iterator[Row]:
+    trainer, n = cfg.trainer, cfg.actor_rollout_ref.rollout.val_kwargs.n
+    yield "training steps", "when data is read" if total is None else total, how
+    if total is not None:
+        warmup = min(trainer.critic_warmup, total) if cfg.needs_critic else 0
+        but = f"; the first {warmup} (trainer.critic_warmup) train only the critic" * (warmup > 0)
+        yield "optimizer steps", (total - warmup) * actor.optimizer_steps, f"{actor.optimizer_steps:,} each{but}"
+    when = ["before training"] * trainer.val_before_train
+    when += [f"every {trainer.test_freq} training steps and after the last"] * (trainer.test_freq > 0)
+    if cfg.data.val_files and (when or trainer.val_only):
+        how = f"every row of data.val_files · val_kwargs.n={n}: {', '.join(when) or 'once'}"
+        yield "validation", f"{n} per row", how
+    else:
+        yield "validation", "never", "needs data.val_files and val_before_train or test_freq > 0 (trainer.*)"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def _one_or_list(shares: Sequence[int]) -> int | list[int]:
+    return shares[0] if len(set(shares)) == 1 else list(shares)
+
+
+def _shares_text(shares: Sequence[int]) -> str:
+    return f"{shares[0]:,}" if len(set(shares)) == 1 else f"{shares[0]:,} or {shares[-1]:,}"
+
+
+def _sum_text(sizes: Sequence[int]) -> str:
+    """80 + 80 + 16, or 20 × 64 + 3 where that is shorter."""
+    if len(sizes) <= 3:
+        return " + ".join(map(str, sizes))
+    runs = [(len(list(run)), size) for size, run in itertools.groupby(sizes)]
+    return " + ".join(str(size) if count == 1 else f"{count} × {size}" for count, size in runs)
+
+
+# What cannot work, and what has no effect
+
+
+def _problems(cfg: Config, num_train_rows: int | None) -> Iterator[str]:
+    data, rollout, trainer, actor = cfg.data, cfg.actor_rollout_ref.rollout, cfg.trainer, cfg.actor_rollout_ref.actor
+    roles, phases = (ACTOR, "critic") if cfg.needs_critic else (ACTOR,), _phases(cfg).values()
+    sizes = ["data.train_batch_size", "data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n"]
+    sizes += [f"{ROLLOUT}.tensor_model_parallel_size", "trainer.n_gpus_per_node", "trainer.nnodes"]
+    for role in roles:
+        sizes += [f"{role}.{key}" for key in ("ppo_mini_batch_size", "ppo_epochs", "ulysses_sequence_parallel_size")]
+    sizes += [phase.tokens if _get(cfg, phase.dynamic) else phase.rows for phase in phases]
+    too_small = [key for key in sizes if (value := _get(cfg, key)) is not None and value <= 0]
+    yield from (f"{key}={_get(cfg, key)} must be at least 1." for key in too_small)
+
+    longest = data.max_prompt_length + data.max_response_length
+    unbounded: list[str] = []
+    too_short: dict[tuple[int, int], list[str]] = {}  # (limit, ranks that share a row) -> keys; most follow the actor's
+    for phase in phases:
+        limit, sp_size = _get(cfg, phase.tokens), _get(cfg, phase.ranks_per_row)
+        if not _get(cfg, phase.dynamic):
+            unbounded += [phase.rows] * (_get(cfg, phase.rows) is None)
+        elif sp_size > 0 and 0 < limit * sp_size < longest:
+            too_short.setdefault((limit, sp_size), []).append(phase.tokens)
+    if unbounded:
+        first, others = unbounded[0], _also(unbounded)
+        yield f"{first}{others} is not set; set it to the rows a rank may hold at once (e.g. 8), or use_dynamic_bsz=True."
+    for (limit, sp_size), keys in too_short.items():
+        yield (
+            f"{keys[0]}={limit}{_also(keys)}"
+            + f" · {sp_size} sequence-parallel ranks" * (sp_size > 1)
+            + " is below the "
+            f"longest possible sequence: data.max_prompt_length={data.max_prompt_length} + "
+            f"data.max_response_length={data.max_response_length} = {longest}; nearest: {-(-longest // sp_size)}."
+        )
+    if too_small:
+        return
+    found = {role: _mini_batch_problem(cfg, role, actor.ppo_mini_batch_unit) for role in roles}
+    if cfg.needs_critic and cfg.critic.ppo_mini_batch_size == actor.ppo_mini_batch_size:
+        del found["critic"]  # the same size has the same problem
+    yield from filter(None, found.values())
+    for role in roles:
+        sp_key, slots = f"{role}.ulysses_sequence_parallel_size", cfg.num_slots
+        if slots % _get(cfg, sp_key):
+            yield (
+                f"{sp_key}={_get(cfg, sp_key)} does not divide trainer.n_gpus_per_node={trainer.n_gpus_per_node} · "
+                f"trainer.nnodes={trainer.nnodes} = {slots} ranks; nearest: {_nearest(slots, _get(cfg, sp_key))}."
+            )
+    tp_size, slots_key = rollout.tensor_model_parallel_size, "trainer.n_gpus_per_node"
+    if rollout.nnodes > 0:
+        slots_key = f"{ROLLOUT}.n_gpus_per_node"
+    node_slots = _get(cfg, slots_key)
+    if node_slots % tp_size:
+        yield (
+            f"{ROLLOUT}.tensor_model_parallel_size={tp_size} does not divide {slots_key}={node_slots} (an engine lies "
+            f"on one node); nearest: {_nearest(node_slots, tp_size)}, or "
+            f"{slots_key}={-(-node_slots // tp_size) * tp_size}."
+        )
+    if num_train_rows is not None and num_train_rows < data.train_batch_size:
+        yield (
+            f"data.train_batch_size={data.train_batch_size} is larger than the training set: {num_train_rows} prompts "
+            f"after filtering; largest possible: {num_train_rows}."
+        )
+
+
+def _mini_batch_problem(cfg: Config, role: str, unit: str) -> str | None:
+    """Why the role's mini-batches, counted in `unit`, don't add up to the train batch; None if they do."""
+    size, prompts = _get(cfg, f"{role}.ppo_mini_batch_size"), cfg.data.train_batch_size
+    n = cfg.actor_rollout_ref.rollout.n
+    total, batch = prompts, f"data.train_batch_size={prompts}"
+    if unit == "sequence":
+        total, batch = prompts * n, f"{batch} · {ROLLOUT}.n={n} = {prompts * n} sequences"
+    if total % size == 0:
+        return None
+    key = f"{role}.ppo_mini_batch_size={size}" + " (sequences)" * (unit == "sequence")
+    if size > total:
+        return f"{key} is larger than {batch}; largest possible: {total}."
+    return f"{key} does not divide {batch}; nearest: {_nearest(total, size)}."
+
+
+def _also(keys: Sequence[str]) -> str:
+    """Names the keys after the first, which follow it unless they are set themselves."""
+    others = list(dict.fromkeys(keys[1:]))
+    return f" (likewise {', '.join(others)})" if others else ""
+
+
+def _nearest(total: int, value: int) -> str:
+    """The divisors of `total` on both sides of `value`."""
+    below = [d for d in range(1, min(value, total + 1)) if total % d == 0][-1:]
+    above = [d for d in range(value + 1, total + 1) if total % d == 0][:1]
+    return ", ".join(map(str, below + above))
+
+
+def _notes(cfg: Config, actor: UpdatePlan, given: Collection[str]) -> Iterator[str]:
+    """What surprises people: keys without effect in this combination, idle ranks, files that are not there yet."""
+    policy, algorithm, defaults = cfg.actor_rollout_ref.actor, cfg.algorithm, type(cfg)()
+
+    def written(keys: Sequence[str]) -> str:
+        values = {key: (_get(cfg, key), _get(defaults, key)) for key in keys}
+        shown = [key for key, (value, default) in values.items() if key in given or default not in (None, value)]
+        return ", ".join(f"{key}={values[key][0]}" for key in shown)
+
+    in_loss, in_reward = policy.use_kl_loss, algorithm.use_kl_in_reward
+    kl_coef, kl_type, *adaptive = [f"algorithm.kl_ctrl.{key}" for key in ("kl_coef", "type", "horizon", "target_kl")]
+    if in_loss and not in_reward:
+        coef = f"{ACTOR}.kl_loss_coef={policy.kl_loss_coef}"
+        yield f"No effect: {kl_coef}={_get(cfg, kl_coef)}; the KL is in the loss ({coef}), not in the reward."
+    reward_kl = [kl_coef] * (not in_loss) + [kl_type, *adaptive, "algorithm.kl_penalty"]
+    offload = [f"{ACTOR}.fsdp_config.{key}" for key in ("param_offload", "optimizer_offload")]
+    offload += [f"{REF}.fsdp_config.param_offload", f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.gpu_memory_utilization"]
+    without_effect: list[tuple[bool, Sequence[str], str]] = [
+        (not in_reward, reward_kl, "algorithm.use_kl_in_reward=False"),
+        (in_reward and algorithm.kl_ctrl.type == "fixed", adaptive, f"{kl_type}=fixed"),
+        (not in_loss, [f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"], f"{ACTOR}.use_kl_loss=False"),
+        (not cfg.needs_ref, [key for key in given if key.startswith(f"{REF}.")], "without a KL term there is no ref"),
+        (not cfg.needs_critic, [key for key in given if key.startswith("critic.")], "this run has no critic"),
+        (cfg.trainer.device == "cpu", offload, "trainer.device=cpu, where there is no second memory to use"),
+        (not policy.shuffle, [f"{ACTOR}.data_loader_seed"], f"{ACTOR}.shuffle=False"),
+    ]
+    for phase in _phases(cfg).values():
+        dynamic = bool(_get(cfg, phase.dynamic))
+        without_effect.append((True, [phase.rows if dynamic else phase.tokens], f"{phase.dynamic}={dynamic}"))
+    for applies, keys, why in without_effect:
+        if applies and (shown := written(keys)):
+            yield f"No effect: {shown}; {why}."
+
+    rows, dp_size = actor.mini_batch_sequences, actor.dp_size
+    if rows < dp_size:
+        yield (
+            f"{dp_size - rows} of {dp_size} ranks get no row of a mini-batch of {rows} sequences and run one with "
+            "weight zero to keep in step: exact, but wasteful."
+        )
+    elif rows % dp_size:
+        yield f"A mini-batch of {rows} sequences on {dp_size} ranks: shares differ by one row. The result is exact."
+    for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path"):
+        paths = _get(cfg, key)
+        missing = [path for path in ([paths] if isinstance(paths, str) else paths or []) if not os.path.exists(path)]
+        if missing:
+            yield f"{key}: not on this machine (yet): {', '.join(missing)}. The plan doesn't need it; a run does."
