@@ -189,8 +189,8 @@ class PromptDataset:
             first = int(too_long.argmax())
             raise ValueError(
                 f"{counts.too_long} of {counts.read} prompts are longer than data.max_prompt_length={limit} (longest: "
-                f"{counts.longest} tokens; first: {self._where(first)} with {lengths[first]}); raise it, drop them with "
-                "data.filter_overlong_prompts=True, or cut them with data.truncation=left, right or middle"
+                f"{counts.longest} tokens; first: {self._where(first)} with {lengths[first]}); raise it, drop them "
+                "with data.filter_overlong_prompts=True, or cut them with data.truncation=left, right or middle"
             )
         logger.info(
             "%d prompts of %d to %d tokens read, %d longer than data.max_prompt_length=%d %s, %d kept",

@@ -40,7 +40,9 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load a tokenizer from {path} (actor_rollout_ref.model.tokenizer_path): {error}") from error
+        raise ValueError(
+            f"cannot load a tokenizer from {path} (actor_rollout_ref.model.tokenizer_path): {error}"
+        ) from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has neither a pad token nor an end token; set one in its files")
@@ -51,8 +53,8 @@ def load_tokenizer(
         tokenizer.chat_template = Path(custom_chat_template).read_text() if is_file else custom_chat_template
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"the tokenizer of {path} has no chat template; set actor_rollout_ref.model.custom_chat_template to a Jinja "
-            "template, e.g. \"{% for m in messages %}{{ m['content'] }}{% endfor %}\" for a base model"
+            f"the tokenizer of {path} has no chat template; set actor_rollout_ref.model.custom_chat_template to a "
+            "Jinja template, e.g. \"{% for m in messages %}{{ m['content'] }}{% endfor %}\" for a base model"
         )
     return tokenizer
 
@@ -80,9 +82,9 @@ def _read_message(message: Any) -> dict[str, Any]:
         content = content.tolist()
     if isinstance(content, list | tuple):
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        if not all(isinstance(part, str) for part in parts):
+        if any(not isinstance(part, str) for part in parts):
             raise ValueError(f"only text parts are supported in a message's content, got {_short(content)}")
-        content = "".join(parts)
+        content = "".join(map(str, parts))
     if not isinstance(content, str):
         raise ValueError(f"expected text as a message's content, got {_short(content)}")
     return {**{k: v for k, v in message.items() if v is not None}, "content": content}
@@ -120,7 +122,11 @@ class TokenTable:
 
 
 def encode_prompts(
-    prompts: Sequence[Messages], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], *, num_workers: int
+    prompts: Sequence[Messages],
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any],
+    *,
+    num_workers: int,
 ) -> TokenTable:
     """Token ids of every prompt under the chat template, generation prompt included. Raises `EncodingError`."""
     num_processes = max(1, min(num_workers, len(prompts) // MIN_PROMPTS_PER_PROCESS))
@@ -140,7 +146,9 @@ def encode_prompts(
     )
 
 
-def _encode(prompts: Sequence[Messages], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> TokenTable:
+def _encode(
+    prompts: Sequence[Messages], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]
+) -> TokenTable:
     kwargs = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
     ids: list[np.ndarray] = []
     lengths: list[int] = []
@@ -161,7 +169,9 @@ def _encode(prompts: Sequence[Messages], tokenizer: PreTrainedTokenizerBase, tem
     return TokenTable(np.concatenate(ids), np.cumsum(lengths, dtype=np.int64))
 
 
-def _encode_chunk(prompts: list[Messages], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> list[list[int]]:
+def _encode_chunk(
+    prompts: list[Messages], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]
+) -> list[list[int]]:
     texts = tokenizer.apply_chat_template(prompts, **kwargs)
     # The template writes the special tokens itself; a second <bos> would shift every position.
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]

@@ -1,0 +1,247 @@
+"""Reward functions in processes of their own, with a time limit per sample.
+
+Plain child processes rather than Ray actors: they start in 0.2 s instead of several, can be killed in the middle of a
+sample, and die with the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import BinaryIO
+
+from verl_lite.rewards.worker import RewardFunction, RewardResult, RewardSample
+
+__all__ = ["RewardError", "RewardFunction", "RewardPool", "RewardResult", "RewardSample", "check_reward_function"]
+
+logger = logging.getLogger(__name__)
+
+MAX_CHUNK = 32  # samples sent to a process at once
+# Over the sample's own limit before its process is killed: an async function ends itself at the limit.
+GRACE_S = 0.5
+
+
+class RewardError(RuntimeError):
+    """The reward function failed and `reward.on_error` says that this stops the run."""
+
+
+@dataclass
+class _Process:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    ready: bool = False
+    is_async: bool = False
+    deadline: float = 0.0
+    outstanding: dict[int, RewardSample] = field(default_factory=dict)  # in the order they are scored
+
+
+class RewardPool:
+    """Scores samples in up to `num_workers` processes, never more than this process may use cores.
+
+    A failure of one sample (exception, wrong type, NaN, death of its process) follows `on_error`: `raise` stops with
+    its traceback, `zero` scores 0, `mask` leaves it without a score. A sample that takes longer than `timeout_s` has
+    its process killed and replaced; it counts as a failure too, but scores 0 under `raise`: it is most often the
+    response's doing. Whatever the policy, a function that fails for every sample stops the run.
+    """
+
+    def __init__(
+        self, function: RewardFunction, *, num_workers: int, timeout_s: float, on_error: str,
+        start_timeout_s: float = 120.0, log_path: str | None = None,
+    ) -> None:  # fmt: skip
+        self._function, self._timeout_s, self._on_error = function, timeout_s, on_error
+        self._num_workers = min(num_workers, len(os.sched_getaffinity(0)))
+        self._start_timeout_s = start_timeout_s
+        self._log: BinaryIO | None = open(log_path, "ab") if log_path else None  # noqa: SIM115
+        self._workers: list[_Process] = []
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the processes and return at once; they import the reward function meanwhile."""
+        while len(self._workers) < self._num_workers:
+            self._workers.append(self._spawn())
+
+    def wait_ready(self) -> None:
+        """Return when a process has loaded the reward function. Raises `ValueError` when it cannot be loaded."""
+        self.start()
+        while not any(worker.ready for worker in self._workers):
+            self._receive({}, [])
+
+    def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """One result per sample, in order. Raises `RewardError` as `on_error` says."""
+        self.start()
+        results: dict[int, RewardResult] = {}
+        queue = deque(enumerate(samples))
+        alone: set[int] = set()  # suspects, sent one at a time
+        try:
+            while len(results) < len(samples):
+                self._dispatch(queue, alone)
+                for index in self._receive(results, queue):
+                    alone.add(index)
+                self._stop_if_hopeless(samples, results)
+        except BaseException:
+            self._discard_busy()
+            raise
+        return self._apply_policy(samples, [results[i] for i in range(len(samples))])
+
+    def close(self) -> None:
+        """End the processes and everything they started."""
+        while self._workers:
+            _end(self._workers.pop())
+        if self._log:
+            self._log.close()
+            self._log = None
+
+    def _spawn(self) -> _Process:
+        ours, theirs = socket.socketpair()
+        code = f"import sys; sys.path[:] = {sys.path!r}; from verl_lite.rewards.worker import main; main({{}}, {{}})"
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code.format(theirs.fileno(), os.getpid())], pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+            )  # fmt: skip
+        connection = Connection(ours.detach())
+        with contextlib.suppress(ConnectionError):  # it died at once: _receive will see that
+            connection.send((self._function, self._timeout_s))
+        return _Process(process, connection, deadline=time.monotonic() + self._start_timeout_s)
+
+    def _dispatch(self, queue: deque[tuple[int, RewardSample]], alone: set[int]) -> None:
+        for worker in self._workers:
+            if not worker.ready or worker.outstanding or not queue:
+                continue
+            # Ever smaller chunks, so that the processes finish together.
+            size = max(1, min(MAX_CHUNK, len(queue) // (2 * len(self._workers))))
+            chunk = [queue.popleft()]
+            while len(chunk) < size and queue and chunk[0][0] not in alone and queue[0][0] not in alone:
+                chunk.append(queue.popleft())
+            worker.outstanding = dict(chunk)
+            worker.deadline = time.monotonic() + self._timeout_s + GRACE_S
+            with contextlib.suppress(ConnectionError):
+                worker.connection.send(chunk)
+
+    def _receive(
+        self, results: dict[int, RewardResult], queue: deque[tuple[int, RewardSample]] | list[tuple[int, RewardSample]]
+    ) -> list[int]:
+        """Wait for answers, deaths or the next deadline; return samples to try again alone."""
+        busy = [worker for worker in self._workers if worker.outstanding or not worker.ready]
+        limit = min(worker.deadline for worker in busy) - time.monotonic()
+        wait([worker.connection for worker in busy], max(limit, 0))
+        suspects: list[int] = []
+        for worker in busy:
+            try:
+                while worker.connection.poll():
+                    self._take(worker, worker.connection.recv(), results)
+            except (EOFError, ConnectionError):
+                code = worker.process.wait(timeout=10)
+                suspects += self._replace(worker, results, queue, died=f"the process that scored it {_ending(code)}")
+                continue
+            if time.monotonic() > worker.deadline and (worker.outstanding or not worker.ready):
+                suspects += self._replace(worker, results, queue, died=None)
+        return suspects
+
+    def _take(
+        self, worker: _Process, message: tuple[int, RewardResult] | str | bool, results: dict[int, RewardResult]
+    ) -> None:
+        if isinstance(message, str):
+            raise ValueError(message)
+        if isinstance(message, bool):
+            worker.ready, worker.is_async = True, message
+            return
+        index, result = message
+        del worker.outstanding[index]
+        results[index] = result
+        worker.deadline = time.monotonic() + self._timeout_s + GRACE_S
+
+    def _replace(
+        self, worker: _Process, results: dict[int, RewardResult],
+        queue: deque[tuple[int, RewardSample]] | list[tuple[int, RewardSample]], *, died: str | None,
+    ) -> list[int]:  # fmt: skip
+        """A process died, or was late (`died` None): end it, name the sample to blame, and put the others back."""
+        if not worker.ready:
+            raise ValueError(
+                f"reward.custom_reward_function: the process that loads {self._function.path} "
+                + (died.removeprefix("the process that scored it ") if died else f"took over {self._start_timeout_s} s")
+            )
+        _end(worker)
+        self._workers[self._workers.index(worker)] = self._spawn()
+        left = list(worker.outstanding.items())
+        suspects: list[int] = []
+        if worker.is_async and len(left) > 1:
+            suspects = [index for index, _ in left]  # any of them may be the one: all again, each alone
+        elif left:
+            index, _ = left.pop(0)
+            error = died or f"no score after {self._timeout_s:g} s (reward.timeout_s)"
+            results[index] = RewardResult(None, {}, error, timed_out=died is None, seconds=self._timeout_s)
+        for item in reversed(left):
+            queue.insert(0, item)
+        return suspects
+
+    def _stop_if_hopeless(self, samples: Sequence[RewardSample], results: dict[int, RewardResult]) -> None:
+        failed = [i for i, result in results.items() if result.error]
+        raising = [i for i in failed if not results[i].timed_out] if self._on_error == "raise" else []
+        if raising:
+            raise RewardError(_report(samples, results, raising[0], "the reward function failed"))
+        late = sum(results[i].timed_out for i in failed)
+        if late >= max(4, 2 * self._num_workers) and late == len(results):
+            raise RewardError(_report(samples, results, failed[0], f"the first {late} samples all ran out of time"))
+
+    def _apply_policy(self, samples: Sequence[RewardSample], results: list[RewardResult]) -> list[RewardResult]:
+        failed = [i for i, result in enumerate(results) if result.error]
+        by_index = dict(enumerate(results))
+        if len(failed) == len(results) > 1:
+            raise RewardError(_report(samples, by_index, 0, "the reward function failed for every sample"))
+        if len(results) > 1 and all(result.score is None for result in results):
+            raise RewardError(
+                f"none of {len(results)} samples has a score: the reward function returned None or failed"
+            )
+        if failed:
+            score = None if self._on_error == "mask" else 0.0
+            logger.warning(_report(samples, by_index, failed[0], f"{len(failed)} of {len(results)} samples failed"))
+            results = [replace(result, score=score) if result.error else result for result in results]
+        return results
+
+    def _discard_busy(self) -> None:
+        for worker in [worker for worker in self._workers if worker.outstanding or not worker.ready]:
+            self._workers.remove(worker)
+            _end(worker)
+
+
+def check_reward_function(function: RewardFunction, *, start_timeout_s: float = 120.0) -> None:
+    """Load the function once, in a process of its own. Raises `ValueError` that says what is wrong with it."""
+    with RewardPool(function, num_workers=1, timeout_s=60, on_error="raise", start_timeout_s=start_timeout_s) as pool:
+        pool.wait_ready()
+
+
+def _end(worker: _Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.process.wait(timeout=10)
+    worker.connection.close()
+
+
+def _ending(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def _report(samples: Sequence[RewardSample], results: dict[int, RewardResult], index: int, what: str) -> str:
+    sample = samples[index]
+    return (
+        f"{what}; sample {index} (data_source {sample.data_source!r}, response {sample.solution_str[-200:]!r}):\n"
+        f"{results[index].error}"
+    )
