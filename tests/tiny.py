@@ -7,31 +7,25 @@ import random
 from pathlib import Path
 from typing import Any
 
-CHARACTERS = "0123456789+-*/=?.,:# abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+from prepare_quickstart import CHARACTERS, save_character_tokenizer
 
 
-def char_tokenizer(path: Path | str, *, chat_template: str | None = CHAT_TEMPLATE, pad_token: str | None = "<pad>") -> str:
-    """Save a tokenizer with one id per character under `path`: <pad>=0, <eos>=1, <unk>=2, then CHARACTERS."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=pad_token, eos_token="<eos>", unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = chat_template
-    fast.save_pretrained(str(path))
+def char_tokenizer(path: Path | str, **options: Any) -> str:
+    """Save the quickstart's tokenizer under `path`: <pad>=0, <eos>=1, then one id per character from 2 on."""
+    save_character_tokenizer(path, **options)
     return str(path)
 
 
 def tiny_model(
-    path: Path | str, *, tie: bool = True, vocab_size: int | None = None, layers: int = 2, hidden: int = 32,
-    max_position_embeddings: int = 128, seed: int = 0, **config: Any,
+    path: Path | str,
+    *,
+    tie: bool = True,
+    vocab_size: int | None = None,
+    layers: int = 2,
+    hidden: int = 32,
+    max_position_embeddings: int = 128,
+    seed: int = 0,
+    **config: Any,
 ) -> str:
     """Save a random Qwen2 (float32) with its tokenizer under `path`; weights large enough that outputs differ."""
     import torch
@@ -40,11 +34,21 @@ def tiny_model(
     char_tokenizer(path)
     torch.manual_seed(seed)
     qwen = Qwen2Config(
-        vocab_size=vocab_size or len(CHARACTERS) + 3, hidden_size=hidden, intermediate_size=2 * hidden,
-        num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=2,
-        max_position_embeddings=max_position_embeddings, tie_word_embeddings=tie, initializer_range=0.1,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0, dtype="float32", **config,
-    )  # fmt: skip
+        vocab_size=vocab_size or len(CHARACTERS) + 2,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=tie,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="float32",
+        **config,
+    )
     model = Qwen2ForCausalLM(qwen).to(torch.float32)
     model.generation_config.eos_token_id = 1
     model.generation_config.pad_token_id = 0
