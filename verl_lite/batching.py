@@ -710,7 +710,7 @@ def _problems(cfg: Config, num_train_rows: int | None) -> Iterator[str]:
             too_short.setdefault((limit, sp_size), []).append(phase.tokens)
     if unbounded:
         first, others = unbounded[0], _also(unbounded)
-        yield f"{first}{others} is not set; set it to the rows a rank may hold at once (e.g. 8), or use_dynamic_bsz=True."
+        yield f"{first}{others} is not set: set it to the rows a rank may hold (e.g. 8), or use_dynamic_bsz=True."
     for (limit, sp_size), keys in too_short.items():
         yield (
             f"{keys[0]}={limit}{_also(keys)}"

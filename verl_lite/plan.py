@@ -1,7 +1,7 @@
 """`python -m verl_lite.plan [--json] key=value …`: what the sizes of a run mean, before anything is loaded.
 
-Takes the same overrides as `main_ppo`. Exit code 0: the sizes work; 2: refused, with every reason. Neither the model nor
-the data has to exist, and neither torch, Ray nor vLLM is imported.
+Takes the same overrides as `main_ppo`. Exit code 0: the sizes work; 2: refused, with every reason. Neither the model
+nor the data has to exist, and neither torch, Ray nor vLLM is imported.
 """
 
 from __future__ import annotations
