@@ -639,6 +639,27 @@ def resolve(config: Config, *, needs_values: bool) -> Config:
     return unflatten(flat)
 
 
+HUB_KEYS = (
+    "data.tokenizer",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.tokenizer_path",
+    "actor_rollout_ref.model.lora_adapter_path",
+    "critic.model.path",
+    "critic.model.lora_adapter_path",
+    "reward.reward_model.model.path",
+    "reward.reward_model.model.input_tokenizer",
+)
+"""Keys that take a folder or a hub id such as owner/model."""
+
+PLUGIN_KEYS = (
+    "algorithm.adv_estimator",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "actor_rollout_ref.rollout.name",
+    "reward.reward_manager.name",
+)
+"""Keys that take a built-in name, or the user's own as package.module:attribute or path/file.py:attribute."""
+
+
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 PENDING: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -693,8 +714,6 @@ def validate(config: Config) -> list[str]:
 
     data, trainer, algorithm, critic = config.data, config.trainer, config.algorithm, config.critic
     model, actor, rollout = (getattr(config.actor_rollout_ref, name) for name in ("model", "actor", "rollout"))
-    refuse(model.path is None, "actor_rollout_ref.model.path is not set: name a model folder or hub id")
-    refuse(not data.train_files and not trainer.val_only, "data.train_files is not set: name a parquet or json(l) file")
     refuse(not data.val_files and trainer.val_only, "trainer.val_only=True needs data.val_files")
     refuse(
         (data.custom_cls.path is None) != (data.custom_cls.name is None),
@@ -772,7 +791,7 @@ def notices(config: Config) -> list[str]:
         ),
         (
             actor.use_kl_loss and config.algorithm.use_kl_in_reward,
-            "KL against the reference is in both the loss (actor.use_kl_loss) and the reward (algorithm.use_kl_in_reward)",
+            "KL is in the loss (actor.use_kl_loss=True) and in the reward (algorithm.use_kl_in_reward=True)",
         ),
         (
             address is not None and trainer.device == "cpu" and not gpus_here(),
@@ -792,14 +811,21 @@ def looks_like_path(name: str) -> bool:
 
 
 def check_files(config: Config) -> list[str]:
-    """Every file or folder the run will read that is not there, and names missing in the user's Python files."""
+    """Every file or folder the run will read that is not set or not there, and names missing in the user's files.
+
+    The plan of the sizes needs none of them, so `validate` does not ask.
+    """
     problems = []
+    if not config.data.train_files and not config.trainer.val_only:
+        problems.append("data.train_files is not set: name a parquet, json or jsonl file")
+    if config.actor_rollout_ref.model.path is None:
+        problems.append("actor_rollout_ref.model.path is not set: name a model folder or hub id")
     for name in ("data.train_files", "data.val_files"):
         for file in flatten(config)[name]:
             if not Path(file).is_file():
                 problems.append(f"{name}: no such file: {file}" + _what_is_there(Path(file)))
     model = config.actor_rollout_ref.model
-    folders = {"actor_rollout_ref.model.path": model.path}
+    folders: dict[str, str | None] = {"actor_rollout_ref.model.path": model.path}
     if config.needs_critic:
         folders["critic.model.path"] = config.critic.model.path
     for name, folder in folders.items():
@@ -824,15 +850,6 @@ def check_files(config: Config) -> list[str]:
         if path and path.endswith(".py"):
             problems += _check_python(path_key, Path(path), name_key, attribute)
     return problems
-
-
-PLUGIN_KEYS = (
-    "algorithm.adv_estimator",
-    "actor_rollout_ref.actor.policy_loss.loss_mode",
-    "actor_rollout_ref.rollout.name",
-    "reward.reward_manager.name",
-)
-"""Keys that take a built-in name, or the user's own as package.module:attribute or path/file.py:attribute."""
 
 
 def _what_is_there(path: Path) -> str:
