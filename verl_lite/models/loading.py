@@ -1,0 +1,131 @@
+"""HF model folders → modules ready to shard: dropout off, attention chosen, weights on rank 0 only if asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from verl_lite.models.attention import PACKED_ATTENTION
+from verl_lite.models.forward import ValueModel
+
+DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp16": torch.float16, "float16": torch.float16, "fp64": torch.float64, "float64": torch.float64,
+}  # fmt: skip
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    packed: bool,
+    override_config: dict[str, Any],
+    trust_remote_code: bool = False,
+    on_meta: bool = False,
+) -> PreTrainedModel:
+    """The causal language model in an HF folder, on the CPU.
+
+    packed: rows will come without padding (`use_remove_padding`).
+    override_config: fields of the HF config to replace, `attn_implementation` among them.
+    on_meta: the modules without storage, for ranks that get their weights from rank 0.
+    """
+    config = _load_config(path, packed, override_config, trust_remote_code)
+    return _build(AutoModelForCausalLM, path, config, dtype, packed, trust_remote_code, on_meta)
+
+
+def load_value_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    packed: bool,
+    override_config: dict[str, Any],
+    trust_remote_code: bool = False,
+    on_meta: bool = False,
+) -> ValueModel:
+    """The transformer in an HF folder under a scalar head: the folder's `score` of one output if it has one, else 0."""
+    config = _load_config(path, packed, override_config, trust_remote_code)
+    backbone = _build(AutoModel, path, config, dtype, packed, trust_remote_code, on_meta)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = ValueModel(backbone)
+    if not on_meta:
+        for file in sorted(Path(path).glob("*.safetensors")):
+            with safe_open(file, framework="pt") as weights:
+                for name in ("weight", "bias"):
+                    key, parameter = f"score.{name}", getattr(model.score, name)
+                    if key in weights.keys() and weights.get_slice(key).get_shape() == list(parameter.shape):  # noqa: SIM118
+                        parameter.data.copy_(weights.get_tensor(key))
+    return model
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Keep only the layers' inputs for backward. Works in eval mode, where transformers would ignore it."""
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True  # this module's own flag: what is inside it stays in eval mode
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks that are sharded one by one: those the architecture says must not be split over devices."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _load_config(
+    path: str, packed: bool, override_config: dict[str, Any], trust_remote_code: bool
+) -> PretrainedConfig:
+    override = dict(override_config)
+    default_attention = PACKED_ATTENTION if packed else "sdpa"
+    attention = override.pop("attn_implementation", default_attention)
+    if packed and attention not in (PACKED_ATTENTION, "flash_attention_2", "flash_attention_3"):
+        raise ValueError(
+            f"model.override_config.attn_implementation={attention} cannot run rows without padding; "
+            "leave it out, or set model.use_remove_padding=False"
+        )
+    config, unused = AutoConfig.from_pretrained(
+        path, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **override
+    )
+    if unused:
+        raise ValueError(
+            f"model.override_config: {type(config).__name__} has no {', '.join(sorted(unused))} "
+            f"(the folder {path} is a {config.model_type} model)"
+        )
+    # Dropout would make the ratio to the old policy differ from 1 before the first update, and KL to the reference
+    # from 0; some models read it from the config at every call, so it is turned off here and not in the modules.
+    for name, value in config.to_dict().items():
+        if ("drop" in name or name == "router_jitter_noise") and isinstance(value, float):
+            setattr(config, name, 0.0)
+    config._attn_implementation = attention
+    return config
+
+
+def _build(
+    auto_class: Any,
+    path: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    packed: bool,
+    trust_remote_code: bool,
+    on_meta: bool,
+) -> PreTrainedModel:
+    attention = config._attn_implementation
+    if on_meta:
+        with torch.device("meta"):
+            model = auto_class.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            )
+    else:
+        model = auto_class.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+    if packed and not model._supports_attention_backend:
+        raise ValueError(
+            f"{type(model).__name__} does not support other attention functions, which packing needs; "
+            "set model.use_remove_padding=False"
+        )
+    return model.eval()

@@ -1,0 +1,159 @@
+"""The policy in training: scores its own samples, then learns from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_lite.algorithms import POLICY_LOSSES
+from verl_lite.algorithms.aggregate import MiniBatchTotals, aggregate_loss
+from verl_lite.algorithms.kl import kl_penalty
+from verl_lite.algorithms.policy_losses import PolicyLossInputs, row_keys, selector
+from verl_lite.batching import RankSchedule
+from verl_lite.config import ActorConfig, ModelConfig
+from verl_lite.distributed.process_group import RankContext
+from verl_lite.models.forward import to_rows
+from verl_lite.plugins import pick_options, resolve
+from verl_lite.protocol import DataProto
+from verl_lite.workers.policy import build_policy_engine, model_inputs, score_tokens
+from verl_lite.workers.update import MiniBatchResult, Shares, micro_batches
+
+
+class ActorWorker:
+    def __init__(
+        self,
+        context: RankContext,
+        *,
+        model: ModelConfig,
+        actor: ActorConfig,
+        temperature: float,
+        vocab_size: int | None = None,
+    ) -> None:
+        """temperature: of sampling; log-probs and entropies are those of the distribution samples come from.
+        vocab_size: the tokenizer's size where the engine gives ids beyond it no probability; None: all the model's ids.
+        """
+        self.actor = actor
+        self.packed = model.use_remove_padding
+        self.policy_loss = resolve(actor.policy_loss.loss_mode, POLICY_LOSSES, key="actor.policy_loss.loss_mode")
+        self.select = selector(self.policy_loss)
+        self.options = {
+            "clip_ratio_low": actor.clip_ratio_low,
+            "clip_ratio_high": actor.clip_ratio_high,
+            "clip_ratio_c": actor.clip_ratio_c,
+            **actor.policy_loss.options,
+        }
+        self.kl = kl_penalty(actor.kl_loss_type, key="actor.kl_loss_type")
+        self.engine = build_policy_engine(
+            context,
+            model,
+            actor.fsdp_config,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+        )
+        self.engine.train_with(
+            actor.optim,
+            grad_clip=actor.grad_clip,
+            sync_every_micro_batch=not actor.fsdp_config.use_no_sync_for_gradient_accumulation,
+            optimizer_offload=actor.fsdp_config.optimizer_offload,
+        )
+
+    def compute_log_probs(self, shard: DataProto, schedule: RankSchedule) -> DataProto:
+        """`old_log_probs` and `entropies` (nats) of the shard's rows, each [B, R], 0 where `response_mask` is 0."""
+        with self.engine.phase("old_log_prob"):
+            scored = score_tokens(self.engine, shard, schedule, packed=self.packed, with_entropy=True)
+        return scored.rename({"log_probs": "old_log_probs"})
+
+    def update(
+        self, shard: DataProto, schedule: RankSchedule, *, totals: Sequence[MiniBatchTotals], lr: float
+    ) -> list[MiniBatchResult]:
+        """One pass over the batch: an optimizer step per mini-batch. Reads old_log_probs, advantages, response_mask.
+
+        Also read where they apply: ref_log_probs (use_kl_loss), rollout_weights (rollout correction).
+        totals: of each mini-batch, over all ranks. lr: the rate of this training step.
+        """
+        results = []
+        with self.engine.phase("update_actor", optimizer=True):
+            for micros, total in zip(micro_batches(shard, schedule), totals, strict=True):
+                if total.loss_tokens == 0:
+                    results.append(MiniBatchResult("empty"))
+                    continue
+                shares = Shares(total)
+                selected = self._select(micros) if self.select is not None else [None] * len(micros)
+                for index, micro in enumerate(micros):
+                    loss_share = self._loss(micro, selected[index], shares)
+                    self.engine.backward(loss_share, last=index == len(micros) - 1)
+                results.append(MiniBatchResult.of(self.engine.step(lr), shares))
+        return results
+
+    def _loss(self, rows: DataProto, selected: Tensor | None, shares: Shares) -> Tensor:
+        """This micro-batch's share of the mini-batch's loss; its metrics go to `shares`."""
+        actor, mask = self.actor, rows.batch["response_mask"].to(self.engine.device)
+        log_probs, entropies = self._score(rows, with_entropy=actor.entropy_coeff != 0)
+
+        outputs = self.policy_loss(
+            self._loss_inputs(rows, log_probs, selected), **pick_options(self.policy_loss, self.options)
+        )
+        loss = self._aggregate(outputs.losses, mask, shares)
+        shares.add("pg_loss", loss)
+        for name, values in outputs.metrics.items():
+            shares.add_tokens(name, values, mask)
+        if actor.use_kl_loss:
+            ref_log_probs = rows.batch["ref_log_probs"].to(self.engine.device)
+            kl_loss = self._aggregate(self.kl(log_probs, ref_log_probs, mask), mask, shares)
+            shares.add("kl_loss", kl_loss)
+            loss = loss + actor.kl_loss_coef * kl_loss
+        if entropies is not None:
+            entropy_loss = self._aggregate(entropies, mask, shares)
+            shares.add("entropy_loss", entropy_loss)
+            loss = loss - actor.entropy_coeff * entropy_loss
+        shares.add("loss", loss)
+        return loss
+
+    def _aggregate(self, values: Tensor, mask: Tensor, shares: Shares) -> Tensor:
+        return aggregate_loss(values, mask, self.actor.loss_agg_mode, shares.totals, self.actor.loss_scale_factor)
+
+    def _score(self, rows: DataProto, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        mask = rows.batch["response_mask"].to(self.engine.device)
+        log_probs, entropies = self.engine.module(
+            model_inputs(rows, self.engine.device, packed=self.packed), with_entropy=with_entropy
+        )
+        return to_rows(log_probs, mask), None if entropies is None else to_rows(entropies, mask)
+
+    def _loss_inputs(self, rows: DataProto, log_probs: Tensor, selected: Tensor | None = None) -> PolicyLossInputs:
+        columns = {
+            name: rows.batch[name].to(self.engine.device)
+            for name in ("old_log_probs", "advantages", "response_mask", "rollout_weights")
+            if name in rows.batch.keys()  # noqa: SIM118
+        }
+        return PolicyLossInputs(log_probs=log_probs, selected=selected, **columns)
+
+    @torch.no_grad()
+    def _select(self, micros: Sequence[DataProto]) -> list[Tensor]:
+        """The tokens that the loss chooses by statistics of the whole mini-batch, as one mask per micro-batch."""
+        assert self.select is not None, "asked only of losses that select"
+        fields = ("log_probs", "old_log_probs", "advantages", "response_mask")
+        own: list[tuple[Tensor, ...]] = []
+        for rows in micros:
+            log_probs, _ = self._score(rows, with_entropy=False)
+            inputs = self._loss_inputs(rows, log_probs)
+            own.append((row_keys(rows.batch["input_ids"]), *(getattr(inputs, name).cpu() for name in fields)))
+        everyone: list[list[tuple[Tensor, ...]]] = [[] for _ in range(self.engine.context.world_size)]
+        dist.all_gather_object(everyone, own)
+        keys, *columns = (torch.cat(parts) for parts in zip(*(part for rank in everyone for part in rank), strict=True))
+        inputs = PolicyLossInputs(**dict(zip(fields, columns, strict=True)))
+        selected = self.select(inputs, row_keys=keys, **pick_options(self.select, self.options))
+        first = sum(len(part[0]) for rank in everyone[: self.engine.context.rank] for part in rank)
+        sizes = [len(part[0]) for part in own]
+        return [mask.to(self.engine.device) for mask in selected[first : first + sum(sizes)].split(sizes)]
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights as HF names them, tied ones included; sharded tensors, collect each on all ranks in this order."""
+        return self.engine.named_tensors(prefix="lm.")
+
+    def pop_peak_memory(self) -> dict[str, int]:
+        """Bytes of the phases since the last call."""
+        return self.engine.pop_peak_memory()

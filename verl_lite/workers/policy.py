@@ -1,0 +1,67 @@
+"""What actor and reference share: a sharded causal language model that scores response tokens."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import nn
+
+from verl_lite.batching import RankSchedule
+from verl_lite.config import FSDPConfig, ModelConfig
+from verl_lite.distributed.fsdp import DTYPES, FSDPEngine
+from verl_lite.distributed.process_group import RankContext
+from verl_lite.models.forward import ModelInputs, PolicyModel, prepare_inputs, to_rows
+from verl_lite.models.loading import decoder_layers, enable_gradient_checkpointing, load_causal_lm
+from verl_lite.protocol import DataProto
+from verl_lite.workers.update import micro_batches
+
+
+def build_policy_engine(
+    context: RankContext,
+    model: ModelConfig,
+    fsdp: FSDPConfig,
+    *,
+    temperature: float,
+    vocab_size: int | None,
+    gradient_checkpointing: bool = False,
+) -> FSDPEngine:
+    def build(on_meta: bool) -> nn.Module:
+        lm = load_causal_lm(
+            model.path,
+            dtype=DTYPES[fsdp.model_dtype],
+            packed=model.use_remove_padding,
+            override_config=model.override_config,
+            trust_remote_code=model.trust_remote_code,
+            on_meta=on_meta,
+        )
+        if gradient_checkpointing:
+            enable_gradient_checkpointing(lm)
+        return PolicyModel(lm, temperature=temperature, vocab_size=vocab_size)
+
+    return FSDPEngine(build, lambda module: decoder_layers(module.lm), context=context, fsdp=fsdp)
+
+
+def model_inputs(rows: DataProto, device: torch.device, *, packed: bool) -> ModelInputs:
+    """A micro-batch on the device, for the response tokens that count."""
+    ids, attention_mask, mask = (rows.batch[key] for key in ("input_ids", "attention_mask", "response_mask"))
+    return prepare_inputs(ids.to(device), attention_mask.to(device), mask.to(device), packed=packed)
+
+
+@torch.no_grad()
+def score_tokens(
+    engine: FSDPEngine, shard: DataProto, schedule: RankSchedule, *, packed: bool, with_entropy: bool
+) -> DataProto:
+    """`log_probs` and, if asked, `entropies` of the shard's rows; each [B, R] on the CPU, 0 where the mask is 0."""
+    scored = []
+    micros = chain.from_iterable(micro_batches(shard, schedule))
+    for micro, size in zip(micros, chain.from_iterable(schedule.micro_sizes), strict=True):
+        log_probs, entropies = engine.module(
+            model_inputs(micro, engine.device, packed=packed), with_entropy=with_entropy
+        )
+        mask = micro.batch["response_mask"]
+        columns = {"log_probs": to_rows(log_probs.cpu(), mask)}
+        if entropies is not None:
+            columns["entropies"] = to_rows(entropies.cpu(), mask)
+        scored.append(DataProto.from_dict(columns)[:size])  # of a row run with weight zero nothing is kept
+    return DataProto.concat(scored)
