@@ -87,7 +87,7 @@ def remax(inputs: AdvantageInputs) -> Advantages:
         raise ValueError("algorithm.adv_estimator=remax needs baseline_scores [B]: the scores of greedy responses.")
     mask = inputs.response_mask.bool()
     rewards = inputs.token_level_rewards.where(mask, 0.0)
-    returns = (rewards.sum(-1, keepdim=True) - rewards.cumsum(-1) + rewards).where(mask, 0.0)
+    returns = rewards.cumsum(-1).neg_().add_(rewards).add_(rewards.sum(-1, keepdim=True)).where(mask, 0.0)
     baselines = inputs.baseline_scores.to(returns.dtype)[:, None]
     return Advantages((returns - baselines).where(mask, 0.0), returns)
 
@@ -141,7 +141,7 @@ def opo(inputs: AdvantageInputs) -> Advantages:
     Y. Hao et al., https://arxiv.org/abs/2505.23585
     """
     groups = _Groups(inputs, "opo")
-    return groups.spread(groups.centred(weights=inputs.response_mask.bool().sum(-1).double()))
+    return groups.spread(groups.centred(weights=inputs.response_mask.count_nonzero(-1).double()))
 
 
 def gpg(inputs: AdvantageInputs) -> Advantages:
@@ -163,8 +163,8 @@ class _Groups:
         self.dtype = inputs.token_level_rewards.dtype
         self.ids = inputs.group_ids
         self.num_groups = int(self.ids.max()) + 1 if self.ids.numel() else 0
-        self.valid = self.mask.any(-1)
-        self.scores = _row_sums(inputs.token_level_rewards, self.mask)
+        self.valid = self.mask.view(torch.uint8).amax(-1) > 0  # any(-1) takes thirty times as long
+        self.scores = inputs.token_level_rewards.where(self.mask, 0.0).sum(-1).double()
         self.counts = self.sum(torch.ones_like(self.scores))
         if bool((self.valid & (self.counts == 1)).any()):
             _warn_of_single_rows(estimator)
@@ -194,12 +194,6 @@ class _Groups:
     def spread(self, per_row: Tensor) -> Advantages:
         advantages = torch.where(self.mask, per_row.to(self.dtype)[:, None], 0.0)
         return Advantages(advantages, advantages)
-
-
-def _row_sums(values: Tensor, mask: Tensor) -> Tensor:
-    """[B] float64 sums under the mask, a block of rows at a time: intermediates stay in the cache."""
-    blocks = zip(torch.split(values, 256), torch.split(mask, 256), strict=True)
-    return torch.cat([torch.where(m, v, 0.0).sum(-1, dtype=torch.float64) for v, m in blocks])
 
 
 @functools.cache

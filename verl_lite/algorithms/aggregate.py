@@ -21,19 +21,25 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean of the entries under the mask; 0 where there are none."""
-    return masked_sum(values, mask, dim) / mask.bool().sum(dim).clamp(min=1)
+    return masked_sum(values, mask, dim) / mask.count_nonzero(dim).clamp(min=1)
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     """Unbiased variance (divisor n - 1) of the entries under the mask; 0 for fewer than two."""
     deviations = values - masked_mean(values, mask)
-    return masked_sum(deviations.square(), mask) / (mask.bool().sum() - 1).clamp(min=1)
+    return masked_sum(deviations.square(), mask) / (mask.count_nonzero() - 1).clamp(min=1)
 
 
+@torch.no_grad()
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the entries under the mask, 0 elsewhere; a single entry becomes 0."""
-    scale = (masked_var(values, mask) + 1e-8).rsqrt()
-    return torch.where(mask.bool(), (values - masked_mean(values, mask)) * scale, 0.0)
+    """(x - mean) / sqrt(var + 1e-8) over the entries under the mask, 0 elsewhere; a single entry becomes 0.
+
+    Without gradient, and in one new tensor: each temporary would cost as much time as the result.
+    """
+    mean = masked_mean(values, mask)
+    deviations = torch.where(mask.bool(), values, mean).sub_(mean)
+    variance = torch.linalg.vector_norm(deviations).square() / (mask.count_nonzero() - 1).clamp(min=1)
+    return deviations.mul_((variance + 1e-8).rsqrt())
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,8 @@ class MiniBatchTotals:
 
     @classmethod
     def count(cls, response_mask: Tensor) -> MiniBatchTotals:
-        mask = response_mask.bool()
-        return cls(loss_tokens=int(mask.sum()), sequences=int(mask.any(-1).sum()))
+        per_row = response_mask.count_nonzero(-1)
+        return cls(loss_tokens=int(per_row.sum()), sequences=int(per_row.count_nonzero()))
 
 
 def aggregate_loss(

@@ -94,7 +94,7 @@ def apply_kl_penalty(
     """
     kl = kl_penalty(name, key="algorithm.kl_penalty")(old_log_probs, ref_log_probs, response_mask)
     per_sequence = masked_mean(kl, response_mask, dim=-1)
-    return token_level_scores - kl_coef * kl, float(masked_mean(per_sequence, response_mask.bool().any(-1)))
+    return token_level_scores - kl_coef * kl, float(masked_mean(per_sequence, response_mask.count_nonzero(-1)))
 
 
 class FixedKLController:
