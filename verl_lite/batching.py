@@ -818,8 +818,10 @@ def _notes(cfg: Config, actor: UpdatePlan, given: Collection[str]) -> Iterator[s
         )
     elif rows % dp_size:
         yield f"A mini-batch of {rows} sequences on {dp_size} ranks: shares differ by one row. The result is exact."
-    for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path"):
-        paths = _get(cfg, key)
-        missing = [path for path in ([paths] if isinstance(paths, str) else paths or []) if not os.path.exists(path)]
-        if missing:
+    model = cfg.actor_rollout_ref.model.path
+    files = {"data.train_files": cfg.data.train_files, "data.val_files": cfg.data.val_files}
+    if model and os.path.isabs(model):  # otherwise the name of a model on a hub
+        files["actor_rollout_ref.model.path"] = [model]
+    for key, paths in files.items():
+        if missing := [path for path in paths if not os.path.exists(path)]:
             yield f"{key}: not on this machine (yet): {', '.join(missing)}. The plan doesn't need it; a run does."

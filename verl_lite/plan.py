@@ -8,47 +8,45 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from verl_lite import algorithms
 from verl_lite.batching import BatchPlan, PlanError
-from verl_lite.cli import ConfigError, compose
+from verl_lite.cli import Composed, ConfigError, compose, usage
 
 if TYPE_CHECKING:
     from verl_lite.config import Config
 
-USAGE = """usage: python -m verl_lite.plan [--json] [--config-name NAME] [--config-dir FOLDER] key=value …
 
-Prints what the batch sizes of this configuration mean: sequences, mini-batches, optimizer steps, rows and micro-batches
-per rank. Takes what verl_lite.main_ppo takes; loads neither model nor data."""
+def make_plan(composed: Composed, num_train_rows: int | None = None) -> BatchPlan:
+    """The plan of a composed command line, with notes on every key that has no effect there. Raises PlanError."""
+    notes = list(_algorithm_notes(composed.config))
+    return BatchPlan.from_config(composed.config, num_train_rows, given=composed.raw, notes=notes)
 
 
-def algorithm_notes(config: Config) -> list[str]:
-    """What the chosen estimator and loss make of these sizes."""
-    estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    actor, notes = config.actor_rollout_ref.actor, []
+def _algorithm_notes(config: Config) -> Iterator[str]:
+    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    estimator, loss = config.algorithm.adv_estimator, actor.policy_loss.loss_mode
     if n == 1 and estimator in algorithms.ESTIMATORS_WITH_GROUPS:
-        notes.append(
+        yield (
             f"algorithm.adv_estimator={estimator} compares the responses to one prompt; with "
             "actor_rollout_ref.rollout.n=1 there is nothing to compare, and each keeps its bare score."
         )
-    mode = algorithms.LOSSES_PER_SEQUENCE.get(actor.policy_loss.loss_mode)
-    if mode not in (None, actor.loss_agg_mode):
-        notes.append(
-            f"policy_loss.loss_mode={actor.policy_loss.loss_mode} averages over sequences in its paper: "
-            f"loss_agg_mode={mode}; with {actor.loss_agg_mode} long responses weigh more."
+    if algorithms.LOSSES_PER_SEQUENCE.get(loss, actor.loss_agg_mode) != actor.loss_agg_mode:
+        yield (
+            f"policy_loss.loss_mode={loss} averages over sequences in its paper (actor_rollout_ref.actor.loss_agg_mode="
+            f"{algorithms.LOSSES_PER_SEQUENCE[loss]}); with {actor.loss_agg_mode} long responses weigh more."
         )
-    return notes
 
 
 def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
-        print(USAGE)
+        print("  --json   one JSON object instead of the table\n\n" + usage("verl_lite.plan"))
         return 0
     try:
         composed = compose([argument for argument in argv if argument != "--json"])
-        plan = BatchPlan.from_config(composed.config, notes=algorithm_notes(composed.config))
+        plan = make_plan(composed)
     except (ConfigError, PlanError) as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,113 @@
+"""`python -m verl_lite.plan`: the classic launch script's overrides, refusals, and what it costs to ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verl_lite import plan
+
+CLASSIC = [
+    "algorithm.adv_estimator=grpo",
+    "data.train_files=train.parquet",
+    "data.val_files=val.parquet",
+    "data.train_batch_size=1024",
+    "data.max_prompt_length=512",
+    "data.max_response_length=1024",
+    "data.filter_overlong_prompts=True",
+    "data.truncation=error",
+    "actor_rollout_ref.model.path=./model",
+    "actor_rollout_ref.actor.optim.lr=1e-6",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=80",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.actor.kl_loss_coef=0.001",
+    "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=False",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=160",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
+    "actor_rollout_ref.rollout.n=5",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=160",
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    "algorithm.kl_ctrl.kl_coef=0.001",
+    "trainer.critic_warmup=0",
+    "trainer.logger=['console']",
+    "trainer.project_name=p",
+    "trainer.experiment_name=e",
+    "trainer.n_gpus_per_node=8",
+    "trainer.nnodes=1",
+    "trainer.save_freq=-1",
+    "trainer.test_freq=5",
+    "trainer.total_epochs=15",
+]
+SEQUENCE = "actor_rollout_ref.actor.ppo_mini_batch_unit=sequence"
+ONE_RANK = ["trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"]
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *more: str) -> dict:
+    assert plan.main(["--json", *CLASSIC, *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_classic_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    of = as_json(capsys)
+    assert (of["prompts_per_step"], of["sequences_per_step"]) == (1024, 5120)  # 1024 * 5
+    assert of["optimizer_steps_per_training_step"] == 4  # 5120 / (256 * 5)
+    assert (of["rows_per_rank"], of["mini_batch_rows_per_rank"]) == (640, 160)  # 5120 / 8, 1280 / 8
+    assert (of["micro_batch_rows"], of["gradient_accumulation_steps"]) == ([80, 80], 2)
+    assert of["forward_micro_batch_rows"] == {"old_log_probs": [160] * 4, "ref_log_probs": [160] * 4}
+    assert of["total_training_steps"] is None
+    assert any("algorithm.kl_ctrl.kl_coef=0.001" in note for note in of["notes"])
+    assert sum("not on this machine" in note for note in of["notes"]) == 3  # train, val, model
+
+
+def test_classic_overrides_counted_in_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    of = as_json(capsys, SEQUENCE)
+    assert of["optimizer_steps_per_training_step"] == 20  # 5120 / 256
+    assert (of["mini_batch_rows_per_rank"], of["micro_batch_rows"]) == (32, [32])  # 256 / 8
+    of = as_json(capsys, SEQUENCE, *ONE_RANK)
+    assert (of["mini_batch_rows_per_rank"], of["micro_batch_rows"]) == (256, [80, 80, 80, 16])
+
+
+def test_a_group_estimator_with_one_response_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = as_json(capsys, "actor_rollout_ref.rollout.n=1")["notes"]
+    assert any("adv_estimator=grpo compares the responses" in note for note in notes)
+
+
+def test_what_cannot_work_exits_with_2_and_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*CLASSIC, "actor_rollout_ref.actor.ppo_mini_batch_size=96", "trainer.n_gpus_per_node=7"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "ppo_mini_batch_size=96 does not divide data.train_batch_size=1024; nearest: 64, 128" in err
+    assert "tensor_model_parallel_size=2 does not divide trainer.n_gpus_per_node=7" in err
+
+
+def test_an_unknown_key_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*CLASSIC, "actor_rollout_ref.actor.ppo_mini_batchsize=96"]) == 2
+    assert "actor_rollout_ref.actor.ppo_mini_batch_size" in capsys.readouterr().err
+
+
+def test_it_answers_from_any_folder_within_3_seconds_and_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys; from verl_lite.plan import main; code = main(sys.argv[1:]);"
+        "heavy = {'torch', 'tensordict', 'ray', 'vllm', 'transformers'} & set(sys.modules);"
+        "sys.exit(f'loaded {heavy}' if heavy else code)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, *CLASSIC], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=60, env=os.environ | {"PYTHONPATH": str(Path(plan.__file__).parents[1])})  # fmt: skip
+    seconds = time.perf_counter() - start
+    assert done.returncode == 0, done.stderr
+    assert "optimizer steps" in done.stdout and "80 + 80" in done.stdout
+    assert seconds < 3  # 0.4 s on a quiet machine
