@@ -93,6 +93,19 @@ def test_what_cannot_work_exits_with_2_and_every_reason(capsys: pytest.CaptureFi
     assert "tensor_model_parallel_size=2 does not divide trainer.n_gpus_per_node=7" in err
 
 
+def test_problems_of_keys_and_of_sizes_come_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["actor_rollout_ref.rolout.n=4", "data.train_batch_size=100", "actor_rollout_ref.rollout.top_p=2"]
+    assert plan.main([*CLASSIC, *wrong]) == 2
+    err = capsys.readouterr().err
+    assert "actor_rollout_ref.rolout.n" in err and "actor_rollout_ref.rollout.top_p=2" in err
+    assert "ppo_mini_batch_size=256 is larger than data.train_batch_size=100; largest possible: 100" in err
+
+
+def test_a_size_of_zero_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*CLASSIC, "data.train_batch_size=0"]) == 2
+    assert capsys.readouterr().err.count("data.train_batch_size=0") == 1
+
+
 def test_an_unknown_key_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*CLASSIC, "actor_rollout_ref.actor.ppo_mini_batchsize=96"]) == 2
     assert "actor_rollout_ref.actor.ppo_mini_batch_size" in capsys.readouterr().err

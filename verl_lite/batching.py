@@ -474,8 +474,7 @@ class BatchPlan:
             default counts as written.
         notes: what others found, to stand before the plan's own notes.
         """
-        problems = list(_problems(cfg, num_train_rows))
-        if problems:
+        if problems := batch_problems(cfg, num_train_rows):
             raise PlanError(problems)
         actor = _update_plan(cfg, ACTOR, cfg.actor_rollout_ref.actor.ppo_mini_batch_unit)
         other: UpdatePlan | str | None = None
@@ -686,6 +685,11 @@ def _sum_text(sizes: Sequence[int]) -> str:
 
 
 # What cannot work, and what has no effect
+
+
+def batch_problems(cfg: Config, num_train_rows: int | None = None) -> list[str]:
+    """Every reason why the sizes cannot work, with keys, values and the nearest valid values."""
+    return list(_problems(cfg, num_train_rows))
 
 
 def _problems(cfg: Config, num_train_rows: int | None) -> Iterator[str]:

@@ -66,10 +66,11 @@ recipes: {recipes}
 
 
 class ConfigError(ValueError):
-    """A command line that cannot be run: every problem, one a line."""
+    """A command line that cannot be run: every problem, one a line. `config`: as far as it could be understood."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, problems: Sequence[str], config: Config | None = None) -> None:
         self.problems = list(dict.fromkeys(problems))
+        self.config = config
         head = "" if len(self.problems) == 1 else f"{len(self.problems)} problems with the configuration:\n  - "
         super().__init__(head + "\n  - ".join(self.problems))
 
@@ -100,7 +101,7 @@ def compose(argv: Sequence[str]) -> Composed:
     found = [*_check_tables(config, given), *validate(config)]
     given.problems += [problem for problem in found if not any(problem.startswith(key) for key in wrong)]
     if given.problems:
-        raise ConfigError(given.problems)
+        raise ConfigError(given.problems, config)
     raw = {key: values[key] for key in given.keys_set() if key in values}
     return Composed(config, list(dict.fromkeys([*given.warnings, *notices(config)])), raw)
 

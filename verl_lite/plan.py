@@ -7,22 +7,44 @@ nor the data has to exist, and neither torch, Ray nor vLLM is imported.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from verl_lite import algorithms
-from verl_lite.batching import BatchPlan, PlanError
+from verl_lite.batching import BatchPlan, PlanError, batch_problems
 from verl_lite.cli import Composed, ConfigError, compose, usage
 
 if TYPE_CHECKING:
     from verl_lite.config import Config
 
 
+def compose_plan(argv: Sequence[str]) -> tuple[Composed, BatchPlan]:
+    """The config and the plan of a command line, or a ConfigError with the problems of both."""
+    try:
+        composed = compose(argv)
+    except ConfigError as error:
+        if error.config is None:
+            raise
+        # Sizes are checked twice, as single values and against one another: name each key once.
+        more = [problem for problem in batch_problems(error.config) if not _named_in(error.problems, problem)]
+        raise ConfigError([*error.problems, *more]) from None
+    try:
+        return composed, make_plan(composed)
+    except PlanError as error:
+        raise ConfigError(error.problems) from None
+
+
 def make_plan(composed: Composed, num_train_rows: int | None = None) -> BatchPlan:
     """The plan of a composed command line, with notes on every key that has no effect there. Raises PlanError."""
     notes = list(_algorithm_notes(composed.config))
     return BatchPlan.from_config(composed.config, num_train_rows, given=composed.raw, notes=notes)
+
+
+def _named_in(problems: Sequence[str], problem: str) -> bool:
+    key = re.split("[= ]", problem)[0]
+    return any(re.split("[= :]", known)[0] == key for known in problems)
 
 
 def _algorithm_notes(config: Config) -> Iterator[str]:
@@ -45,9 +67,8 @@ def main(argv: Sequence[str]) -> int:
         print("  --json   one JSON object instead of the table\n\n" + usage("verl_lite.plan"))
         return 0
     try:
-        composed = compose([argument for argument in argv if argument != "--json"])
-        plan = make_plan(composed)
-    except (ConfigError, PlanError) as error:
+        composed, plan = compose_plan([argument for argument in argv if argument != "--json"])
+    except ConfigError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2
     for warning in composed.warnings:
