@@ -7,20 +7,17 @@ Everything that can be wrong with the files is found when the dataset is built, 
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.config import DataConfig
+from verl_lite.data.files import read_rows
 from verl_lite.data.prompts import EncodingError, Messages, encode_prompts, load_tokenizer, read_messages
 from verl_lite.plugins import resolve
 from verl_lite.protocol import DataProto
@@ -28,25 +25,6 @@ from verl_lite.protocol import DataProto
 __all__ = ["PromptCounts", "PromptDataset", "build_dataset", "load_tokenizer"]
 
 logger = logging.getLogger(__name__)
-
-SUFFIXES = (".parquet", ".json", ".jsonl")
-
-
-class ParquetRows(Sequence[dict[str, Any]]):
-    """The rows of a parquet file as dicts, made when asked for: the table stays in Arrow's compact form."""
-
-    def __init__(self, path: str) -> None:
-        self._table = pa.parquet.read_table(path)
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def __getitem__(self, row: Any) -> Any:
-        return self._table.slice(row, 1).to_pylist()[0]
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in self._table.to_batches(max_chunksize=1000):
-            yield from batch.to_pylist()
 
 
 @dataclass(frozen=True)
@@ -75,7 +53,8 @@ class PromptDataset:
         self._prompt_key, self._reward_fn_key = prompt_key, reward_fn_key
         self._max_prompt_length, self._truncation = max_prompt_length, truncation
         self._pad_id = tokenizer.pad_token_id
-        _check_files(files)
+        if not files:
+            raise ValueError("data.train_files and data.val_files need at least one file each")
         self._files = [(path, self.read_rows(path)) for path in files]
         self._locations: list[tuple[int, int]] = []  # per prompt: number of its file, row in it
         prompts = self._read_prompts(max_samples)
@@ -87,19 +66,7 @@ class PromptDataset:
 
     def read_rows(self, path: str) -> Sequence[dict[str, Any]]:
         """The rows of one file, as dicts with verl's columns."""
-        if path.endswith(".parquet"):
-            return ParquetRows(path)
-        text = Path(path).read_text(encoding="utf-8")
-        try:
-            if path.endswith(".json"):
-                rows = json.loads(text)
-            else:
-                rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not valid {Path(path).suffix[1:]}: {error}") from error
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError(f"{path}: expected a list of objects, one per prompt")
-        return rows
+        return read_rows(path)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -233,14 +200,3 @@ def build_dataset(
         num_workers=data.filter_overlong_prompts_workers, truncation=data.truncation, max_samples=max_samples,
         apply_chat_template_kwargs=data.apply_chat_template_kwargs,
     )  # fmt: skip
-
-
-def _check_files(files: Sequence[str]) -> None:
-    problems = []
-    for path in files:
-        if not Path(path).is_file():
-            problems.append(f"{path} does not exist")
-        elif not path.endswith(SUFFIXES):
-            problems.append(f"{path} is none of {', '.join(SUFFIXES)}")
-    if problems or not files:
-        raise ValueError("data.train_files / data.val_files: " + ("; ".join(problems) or "no file given"))
