@@ -219,7 +219,7 @@ class DataProto:
                     )
         if len(pieces) == 1:
             return first[:]
-        tensors = {key: torch.cat([piece.batch[key] for piece in pieces]) for key in first.batch.keys()}  # noqa: SIM118
+        tensors = {key: _concat_tensors([piece.batch[key] for piece in pieces]) for key in first.batch.keys()}  # noqa: SIM118
         objects = {key: np.concatenate([p.non_tensor_batch[key] for p in pieces]) for key in first.non_tensor_batch}
         rows = sum(len(piece) for piece in pieces)
         return DataProto(_tensor_dict(tensors, rows), objects, _merge_facts([piece.meta_info for piece in pieces]))
@@ -447,12 +447,29 @@ def _merge_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def _concat_tensors(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    if any(piece.is_cuda or piece.requires_grad or piece.numel() == 0 for piece in pieces):
+        return torch.cat(list(pieces))
+    # NumPy asks the kernel for huge pages and torch does not: 15 ms against 100 ms for 63 MB on Linux.
+    data = np.concatenate([_bytes(piece) for piece in pieces])
+    return _tensor(data, pieces[0].dtype, (sum(len(piece) for piece in pieces), *pieces[0].shape[1:]))
+
+
+def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The tensor's values as bytes (NumPy has no bfloat16): a view, if it is contiguous and on the CPU."""
+    data: npt.NDArray[np.uint8] = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return data
+
+
+def _tensor(data: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
 def _buffer(tensor: torch.Tensor, *, out_of_band: bool) -> Any:
     """The tensor's own bytes: as a buffer the pickler may ship without a copy, else as a bytearray."""
     if tensor.numel() == 0:
         return bytearray()
-    # As bytes, because NumPy has no bfloat16.
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    data = _bytes(tensor)
     return pickle.PickleBuffer(data.data) if out_of_band else bytearray(data)
 
 
@@ -478,7 +495,7 @@ def _rebuild(
         if 0 in shape:
             columns[key] = torch.empty(shape, dtype=dtype)
         else:
-            columns[key] = torch.from_numpy(np.asarray(_Writable(buffer))).view(dtype).view(shape)
+            columns[key] = _tensor(np.asarray(_Writable(buffer)), dtype, shape)
     return DataProto(_tensor_dict(columns, rows), non_tensor_batch, meta_info)
 
 
