@@ -1,0 +1,364 @@
+"""How the trainer's weights reach the engines, seen from the trainer; no vLLM is imported (16 s, 620 MB a rank).
+
+An update has a version and is cut into parts of bounded size, so that neither side holds a second model. The driver
+runs the same loop over every backend (`actor`: the training ranks, `rollout`: the engines):
+
+    update = actor.call(publish)[0]                 # all ranks gather the first part, rank 0 describes it
+    while update is not None:
+        receiving = rollout.start(update_weights, update)
+        update = actor.call(next_part)[0]           # prepares the next part (nccl: sends the announced one) meanwhile
+        receiving.result()
+    actor.call(release)
+
+Backends: `shm` (files in shared memory or, where that is too small, in the temporary folder; any engine on the same
+node), `ipc` (CUDA memory of the same GPU) and `nccl` (other GPUs). The names sent are those of `state_dict()`: tied
+weights have two, and an engine that isn't told the second keeps a stale output layer. `ipc` and `nccl` have not run on
+a GPU yet.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import weakref
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+PART_BYTES = 2**30
+_SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "verl_lite-weights-"
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """One part of an update, as the driver hands it to the engines. The payload holds plain values only."""
+
+    version: int
+    part: int  # 0, 1, …
+    last: bool
+    payload: dict[str, Any]
+
+
+class Publisher(Protocol):
+    """The trainer's side of a transfer: one object on every training rank, every method called on all of them."""
+
+    def connection(self) -> dict[str, Any] | None:
+        """What `Engine.connect` needs, or None; only `nccl`."""
+        ...
+
+    def connect(self) -> None:
+        """Meet the engines; runs while they are in `Engine.connect`."""
+        ...
+
+    def publish(self, state: Mapping[str, torch.Tensor], version: int) -> WeightUpdate | None:
+        """Begin an update and return its first part (None except on rank 0); `state` may hold DTensors."""
+        ...
+
+    def next_part(self) -> WeightUpdate | None:
+        """The part after the one being received; None when there is no more."""
+        ...
+
+    def release(self) -> None:
+        """Free what the engines have read."""
+        ...
+
+
+def transfer_backend(engine: str, device: str, *, colocated: bool) -> str:
+    """The backend between trainer and engine: `shm`, `ipc` or `nccl`."""
+    if engine != "vllm" or device != "cuda":
+        return "shm"
+    return "ipc" if colocated else "nccl"
+
+
+def make_publisher(
+    backend: str, *, rank: int, dtype: str, checksums: bool = False, num_receivers: int = 0, master_address: str = ""
+) -> Publisher:
+    """The trainer's side of `backend`; `dtype` is the engine's, `num_receivers` the GPUs of all engines (nccl)."""
+    torch_dtype = getattr(torch, dtype)
+    if backend == "shm":
+        return FilePublisher(rank=rank, dtype=torch_dtype, checksums=checksums)
+    if backend == "ipc":
+        return IpcPublisher(rank=rank, dtype=torch_dtype)
+    if backend == "nccl":
+        return NcclPublisher(rank=rank, dtype=torch_dtype, num_receivers=num_receivers, master_address=master_address)
+    raise ValueError(f"unknown weight transfer {backend!r}; known: shm, ipc, nccl")
+
+
+def full_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole of a parameter in `dtype`; a collective on every rank that holds a shard of it."""
+    tensor = tensor.detach()
+    if tensor.is_floating_point():
+        tensor = tensor.to(dtype)  # before the gather: half the traffic in bfloat16
+    if isinstance(tensor, DTensor):
+        if tensor.device.type != tensor.device_mesh.device_type:  # offloaded shards: collectives run on the GPU
+            tensor = tensor.to(tensor.device_mesh.device_type)
+        tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return tensor
+
+
+class _Parts:
+    """An update in progress: which names go together, and what is next. The cut is the same on every rank."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype, limit: int) -> None:
+        self.state, self.dtype = state, dtype
+        self.names: list[list[str]] = []
+        self.largest = size = 0
+        for name, tensor in state.items():
+            nbytes = tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize
+            if not self.names or size + nbytes > limit:
+                self.names.append([])
+                size = 0
+            self.names[-1].append(name)
+            size += nbytes
+            self.largest = max(self.largest, size)
+        self.index = -1
+
+    def advance(self) -> bool:
+        self.index += 1
+        return self.index < len(self.names)
+
+    def gather(self, name: str) -> torch.Tensor:
+        return full_tensor(self.state[name], self.dtype)
+
+    def update(self, version: int, payload: dict[str, Any]) -> WeightUpdate:
+        return WeightUpdate(version, self.index, self.index == len(self.names) - 1, payload)
+
+
+class FilePublisher:
+    """`shm`: rank 0 writes each part as a safetensors file only its user can read; two parts exist at a time."""
+
+    def __init__(self, *, rank: int, dtype: torch.dtype, checksums: bool = False, part_bytes: int = PART_BYTES) -> None:
+        self._is_sender, self._dtype, self._checksums, self._part_bytes = rank == 0, dtype, checksums, part_bytes
+        self._folder: Path | None = None
+        self._files: list[Path] = []
+        self._parts: _Parts | None = None
+        self._version = -1
+
+    def connection(self) -> None:
+        return None
+
+    def connect(self) -> None:
+        pass
+
+    def publish(self, state: Mapping[str, torch.Tensor], version: int) -> WeightUpdate | None:
+        self.release()
+        self._parts, self._version = _Parts(state, self._dtype, self._part_bytes), version
+        if self._is_sender and self._folder is None:
+            self._folder = _private_folder(self._parts.largest * min(2, len(self._parts.names)))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self.next_part()
+
+    def next_part(self) -> WeightUpdate | None:
+        parts = self._parts
+        assert parts is not None, "publish comes before next_part"
+        if not parts.advance():
+            return None
+        if len(self._files) == 2:
+            self._files.pop(0).unlink()  # the engines have read it: only the part after it is being received now
+        kept: dict[str, torch.Tensor] = {}
+        for name in parts.names[parts.index]:
+            tensor = parts.gather(name)
+            if self._is_sender:
+                kept[name] = tensor.cpu().contiguous()
+        if not self._is_sender:
+            return None
+        assert self._folder is not None
+        path = self._folder / f"v{self._version}-{parts.index}.safetensors"
+        save_file(_unshared(kept), path)
+        self._files.append(path)
+        checksums = {name: checksum(tensor) for name, tensor in kept.items()} if self._checksums else None
+        return parts.update(self._version, {"path": str(path), "checksums": checksums})
+
+    def release(self) -> None:
+        for path in self._files:
+            path.unlink(missing_ok=True)
+        self._files, self._parts = [], None
+
+
+def read_part(path: str, checksums: Mapping[str, int] | None) -> dict[str, torch.Tensor]:
+    """The engine's side of `shm`: the tensors of one part, mapped from the file; compared with the checksums if any."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"the weights at {path} can't be seen from this engine: the shm transfer needs rank 0 of the actor and the "
+            "engine on one node"
+        )
+    tensors = load_file(path)
+    for name, expected in (checksums or {}).items():
+        if checksum(tensors[name]) != expected:
+            raise ValueError(f"weight {name} arrived damaged: its checksum differs from the actor's ({path})")
+    return tensors
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of the bytes."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of tied tensors: a safetensors file can't hold one memory under two names."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        pointer = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if pointer in seen else tensor
+        seen.add(pointer)
+    return result
+
+
+def _private_folder(nbytes: int) -> Path:
+    """A folder of our own, in shared memory when `nbytes` fit there with some air (the default container has 64 MB)."""
+    places = [place for place in (_SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
+    for place in places:
+        _sweep(place)
+    roomy = [place for place in places if shutil.disk_usage(place).free > 1.1 * nbytes]
+    if not roomy:
+        raise OSError(f"no room for {nbytes / 2**20:.0f} MiB of weights in {' or '.join(map(str, places))}; set TMPDIR")
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=roomy[0]))
+    lock = os.open(folder / "lock.new", os.O_CREAT | os.O_WRONLY, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # held as long as this process lives
+    os.rename(folder / "lock.new", folder / "lock")
+    return folder
+
+
+def _sweep(place: Path) -> None:
+    """Remove what killed processes left: their locks are gone."""
+    for lock in place.glob(f"{_PREFIX}*/lock"):
+        try:
+            with lock.open() as file:
+                if os.fstat(file.fileno()).st_uid == os.getuid() and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:
+            continue
+
+
+class IpcPublisher:
+    """`ipc`: every rank packs each part into a buffer on its GPU, which the engine on that GPU maps.
+
+    vLLM's own trainer class would send Python objects, which its control channel only takes with insecure
+    serialisation switched on; a handle is a few numbers and bytes, so those are sent (`vllm_worker.IpcReceiver`).
+    """
+
+    def __init__(self, *, rank: int, dtype: torch.dtype, part_bytes: int = PART_BYTES) -> None:
+        self._is_sender, self._dtype, self._part_bytes = rank == 0, dtype, part_bytes
+        self._parts: _Parts | None = None
+        self._version = -1
+        self._buffers: list[torch.Tensor] = []  # the part being read and the one being packed
+
+    def connection(self) -> None:
+        return None
+
+    def connect(self) -> None:
+        pass
+
+    def publish(self, state: Mapping[str, torch.Tensor], version: int) -> WeightUpdate | None:
+        self._parts, self._version = _Parts(state, self._dtype, self._part_bytes), version
+        return self.next_part()
+
+    def next_part(self) -> WeightUpdate | None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        parts = self._parts
+        assert parts is not None, "publish comes before next_part"
+        if not parts.advance():
+            return None
+        names = parts.names[parts.index]
+        tensors = [parts.gather(name).cuda().contiguous() for name in names]
+        buffer = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
+        self._buffers = [*self._buffers[-1:], buffer]
+        torch.cuda.synchronize()
+        _, handle = reduce_tensor(buffer)
+        uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
+        # Index 6 on: device, handle, bytes, offset, requires_grad, reference counter, its offset, event, event sync.
+        handles = _gather_objects((uuid, list(handle[6:])))
+        if not self._is_sender:
+            return None
+        payload = {
+            "names": names,
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+            "tensor_sizes": [tensor.nbytes for tensor in tensors],
+            "buffer_bytes": buffer.nbytes,
+            "handles": dict(handles),
+        }
+        return parts.update(self._version, payload)
+
+    def release(self) -> None:
+        self._parts, self._buffers = None, []
+        torch.cuda.ipc_collect()
+
+
+class NcclPublisher:
+    """`nccl`: rank 0 and the engines' GPUs form a group of their own; rank 0 broadcasts, packed by vLLM's producer."""
+
+    def __init__(self, *, rank: int, dtype: torch.dtype, num_receivers: int, master_address: str) -> None:
+        self._is_sender, self._dtype = rank == 0, dtype
+        self._num_receivers, self._address, self._port = num_receivers, master_address, 0
+        self._parts: _Parts | None = None
+        self._group: Any = None
+
+    def connection(self) -> dict[str, Any] | None:
+        from verl_lite.distributed.process_group import free_port
+
+        if not self._is_sender:
+            return None
+        self._port = free_port()
+        address = {"master_address": self._address, "master_port": self._port}
+        return address | {"rank_offset": 1, "world_size": self._num_receivers + 1, "packed": True}
+
+    def connect(self) -> None:
+        if self._is_sender:
+            from vllm.distributed.weight_transfer.nccl_common import open_trainer_endpoint
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+            info = NCCLTrainerInitInfo(self._address, self._port, self._num_receivers + 1, rank=0)
+            self._group = open_trainer_endpoint(info)
+
+    def publish(self, state: Mapping[str, torch.Tensor], version: int) -> WeightUpdate | None:
+        self._parts = _Parts(state, self._dtype, limit=2**62)  # one announcement; the producer bounds the memory
+        self._parts.advance()
+        if not self._is_sender:
+            return None
+        dtypes = [self._dtype if t.is_floating_point() else t.dtype for t in state.values()]
+        payload = {
+            "names": list(state),
+            "dtype_names": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+            "shapes": [list(tensor.shape) for tensor in state.values()],
+        }
+        return self._parts.update(version, payload)
+
+    def next_part(self) -> None:
+        parts = self._parts
+        assert parts is not None, "publish comes before next_part"
+        pairs = ((name, parts.gather(name).contiguous()) for name in parts.names[0])
+        if self._is_sender:
+            from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+            packed_nccl_broadcast_producer(
+                iterator=pairs, group=self._group, src=0, post_iter_func=lambda pair: pair[1]
+            )
+        else:
+            for _ in pairs:  # the gather is a collective
+                pass
+        torch.cuda.synchronize()
+
+    def release(self) -> None:
+        self._parts = None
+
+
+def _gather_objects(mine: Any) -> list[Any]:
+    if not torch.distributed.is_initialized():
+        return [mine]
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, mine)
+    return gathered
