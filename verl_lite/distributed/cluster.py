@@ -1,0 +1,192 @@
+"""Ray for one run: connect to a running cluster, or start one on this machine and end it without a trace."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray._private import ray_constants
+
+from verl_lite.distributed import watchdog
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+RANK_GIB = 0.5  # a rank that has imported torch
+ENGINE_GIB = 2.0  # a small engine beside them
+RANKS_PER_CORE = 4
+SHUTDOWN_S = 15.0
+
+_daemons: dict[str, int] = {}  # name → pid of the Ray daemons this process started
+
+
+class RayDied(RuntimeError):
+    """A Ray daemon is gone; by itself Ray would leave the driver waiting."""
+
+
+def check_alive() -> None:
+    """Raise `RayDied` when a daemon of the embedded Ray has ended."""
+    for name, pid in _daemons.items():
+        try:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            ended = True
+        if ended:
+            raise RayDied(f"Ray's {name} (pid {pid}) died; its logs will be in logs/ray of the run folder")
+
+
+def num_cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def own_addresses() -> set[str]:
+    """The network addresses of this machine."""
+    return {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+
+
+def check_machine(num_slots: int, device: str) -> tuple[list[str], list[str]]:
+    """(errors, warnings) of running `num_slots` ranks on this machine's CPU; a GPU's slots are checked by Ray."""
+    if device != "cpu":
+        return [], []
+    cores, free_gib = num_cores(), psutil.virtual_memory().available / GIB
+    wanted_gib = num_slots * RANK_GIB + ENGINE_GIB
+    asked = f"trainer.n_gpus_per_node × trainer.nnodes = {num_slots} ranks"
+    errors, warnings = [], []
+    if num_slots > RANKS_PER_CORE * cores:
+        errors.append(
+            f"{asked} on {cores} cores: at most {RANKS_PER_CORE} ranks a core; "
+            f"type trainer.nnodes=1 trainer.n_gpus_per_node={cores}"
+        )
+    elif num_slots > cores:
+        warnings.append(f"{asked} on {cores} cores: they take turns; trainer.n_gpus_per_node={cores} is faster")
+    if wanted_gib > free_gib:
+        fitting = max(1, int((free_gib - ENGINE_GIB) / RANK_GIB))
+        errors.append(
+            f"{asked} need at least {wanted_gib:.1f} GiB of memory, {free_gib:.1f} GiB are free; "
+            f"type trainer.nnodes=1 trainer.n_gpus_per_node={min(fitting, cores)}"
+        )
+    return errors, warnings
+
+
+class Watchdog:
+    """Marks this process's children-to-be as one run and ends them all: at `finish`, or when this process dies.
+
+    `ray_dir` is where the embedded Ray may keep its sockets: private, and short, because a socket's path is limited to
+    107 bytes.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self.run_id = secrets.token_hex(8)
+        os.environ[watchdog.RUN_ID] = self.run_id
+        short = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 20 else "/tmp"
+        self.ray_dir = Path(tempfile.mkdtemp(prefix="vl-", dir=short))
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", watchdog.__file__, self.run_id, str(os.getpid()), str(self.ray_dir), str(log_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C at the terminal is not for it
+            env={name: value for name, value in os.environ.items() if name != watchdog.RUN_ID},
+        )
+
+    def finish(self) -> None:
+        """End whatever is left of the run and wait until it is."""
+        assert self._process.stdin is not None, "opened above"
+        self._process.stdin.close()
+        self._process.wait(timeout=watchdog.SWEEP_LIMIT_S + 10)
+
+
+class RayCluster:
+    """A connection to Ray, made in the background; `wait` says when it stands.
+
+    With an `address` (or `RAY_ADDRESS`) it is that cluster's, of which `close` stops nothing but this run's actors.
+    Else an embedded Ray with `num_slots` logical CPUs: on loopback, no dashboard, its files in `ray_dir`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        ray_dir: Path,
+        timeout_s: float,
+        address: str | None = None,
+        num_cpus: int | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        object_store_bytes: int = GIB,
+    ) -> None:
+        self.address = address or os.environ.get("RAY_ADDRESS")
+        self._timeout_s = timeout_s
+        self._error: BaseException | None = None
+        self._connected, self._closing = threading.Event(), threading.Event()
+        self._started_at = time.monotonic()
+        options: dict[str, Any] = {
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+            "configure_logging": False,
+            "runtime_env": dict(runtime_env) if runtime_env else None,
+        }
+        if self.address in (None, "local"):
+            self.address = None
+            os.environ.update(
+                RAY_USAGE_STATS_ENABLED="0",
+                RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # any system: else Ray turns loopback into the host's address
+                RAY_worker_niceness="0",  # else workers start at nice 15, behind whoever shares the machine
+                RAY_enable_metrics_collection="0",
+                RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # a rollout replica asks Ray for no GPU but has some
+            )
+            ray_constants.ENABLE_RAY_CLUSTER = False  # the same for this process, which has read the variable already
+            options |= {
+                "address": "local",
+                "num_cpus": num_cpus or num_slots,
+                "include_dashboard": False,
+                "object_store_memory": min(object_store_bytes, int(psutil.virtual_memory().total * 0.3)),
+                "_node_ip_address": "127.0.0.1",
+                "_temp_dir": str(ray_dir),
+            }
+        else:
+            options["address"] = self.address
+        self._thread = threading.Thread(target=self._hold, args=(options,), name="ray", daemon=True)
+        self._thread.start()
+
+    def _hold(self, options: Mapping[str, Any]) -> None:
+        # One thread from the start to the end: Ray's daemons ask the kernel to end with the thread that made them.
+        try:
+            ray.init(**options)
+        except BaseException as error:  # re-raised in `wait`
+            self._error = error
+        self._connected.set()
+        self._closing.wait()
+        ray.shutdown()
+
+    def wait(self) -> None:
+        """Wait until connected, at most `timeout_s` from the start."""
+        while not self._connected.wait(0.2):
+            if time.monotonic() - self._started_at > self._timeout_s:
+                where = self.address or "on this machine"
+                raise TimeoutError(f"Ray {where} did not answer within trainer.start_timeout_s={self._timeout_s:g} s")
+        if self._error is not None:
+            where = f"at {self.address}" if self.address else "on this machine"
+            raise RuntimeError(f"Ray {where} cannot be used: {self._error}") from self._error
+        if self.address is None:
+            for child in psutil.Process().children():
+                if child.name() in ("raylet", "gcs_server"):
+                    _daemons[child.name()] = child.pid
+        logger.info("Ray ready after %.1f s", time.monotonic() - self._started_at)
+
+    def close(self) -> None:
+        """Disconnect, and end an embedded Ray; a daemon that doesn't end in time is left to the watchdog."""
+        _daemons.clear()
+        self._closing.set()
+        self._thread.join(SHUTDOWN_S)

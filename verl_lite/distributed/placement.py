@@ -1,0 +1,181 @@
+"""Where processes go: one Ray bundle per slot, a slot being a GPU or, on CPU, a rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+class PlacementError(ValueError):
+    """The cluster doesn't have the slots asked for."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One bundle: `index` counts all slots, `local_index` those of the same node. `gpu_ids` is empty on CPU."""
+
+    index: int
+    node_id: str
+    node_address: str
+    local_index: int
+    slots_on_node: int
+    group: PlacementGroup
+    bundle: int
+    gpu_ids: tuple[str, ...]
+
+    @property
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """Ray's way of saying: this actor in this slot."""
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
+
+
+class ResourcePool:
+    """`num_nodes` × `slots_per_node` slots held by this run; consecutive slots of a node stay together.
+
+    Each node's slots are one strictly packed placement group, so none is ever split over two machines. Raises
+    `PlacementError` when the cluster lacks them, and `TimeoutError` when they are there but busy for `timeout_s`.
+    """
+
+    def __init__(self, *, num_nodes: int, slots_per_node: int, device: str, timeout_s: float) -> None:
+        bundle: dict[str, float] = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
+        self.device = device
+        self.slots_per_node = slots_per_node
+        _check_cluster_has(bundle, num_nodes, slots_per_node)
+        self._groups = [
+            placement_group([dict(bundle) for _ in range(slots_per_node)], strategy="STRICT_PACK")
+            for _ in range(num_nodes)
+        ]
+        self.slots: tuple[Slot, ...] = ()
+        try:
+            _wait_until_placed(self._groups, bundle, timeout_s)
+            self.slots = _order_slots(self._groups, device, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def rollout_slots(self, tensor_parallel_size: int, num_replicas: int | None = None) -> list[tuple[Slot, ...]]:
+        """The slots of each rollout replica: `tensor_parallel_size` neighbours of one node.
+
+        Replicas default to as many as the slots hold on GPUs and to one on CPU. On CPU replicas take no slot away
+        (their engine's threads are placed by core lists), so a replica is named by its first slot alone.
+        """
+        if self.device != "cuda":
+            return [(self.slots[i % len(self.slots)],) for i in range(num_replicas or 1)]
+        if self.slots_per_node % tensor_parallel_size:
+            divisors = [d for d in range(1, self.slots_per_node + 1) if self.slots_per_node % d == 0]
+            raise ValueError(
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel_size} does not divide "
+                f"trainer.n_gpus_per_node={self.slots_per_node}: a replica's GPUs must be on one node; "
+                f"possible: {', '.join(map(str, divisors))}"
+            )
+        replicas = [self.slots[i : i + tensor_parallel_size] for i in range(0, len(self.slots), tensor_parallel_size)]
+        if num_replicas is not None and num_replicas > len(replicas):
+            raise ValueError(
+                f"actor_rollout_ref.rollout.num_replicas={num_replicas} × tensor_model_parallel_size="
+                f"{tensor_parallel_size} needs {num_replicas * tensor_parallel_size} GPUs; there are {len(self.slots)}"
+            )
+        return replicas[:num_replicas]
+
+    def close(self) -> None:
+        """Give the slots back to the cluster."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups = []
+
+
+def _check_cluster_has(bundle: Mapping[str, float], num_nodes: int, slots_per_node: int) -> None:
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    fitting = [
+        int(min(node["Resources"].get(name, 0) // amount for name, amount in bundle.items())) // slots_per_node
+        for node in nodes
+    ]
+    if sum(fitting) >= num_nodes:
+        return
+    slot = " + ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+    available = "; ".join(
+        f"{node['NodeManagerAddress']}: "
+        + ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+        for node in nodes
+    )
+    most_slots = max(
+        (int(min(node["Resources"].get(name, 0) // amount for name, amount in bundle.items())) for node in nodes),
+        default=0,
+    )
+    way_out = (
+        f"trainer.nnodes={max(1, sum(1 for f in fitting if f))} trainer.n_gpus_per_node={most_slots}"
+        if most_slots
+        else "trainer.device=cpu"
+        if "GPU" in bundle
+        else "ray_kwargs.ray_init.num_cpus=" + str(num_nodes * slots_per_node)
+    )
+    raise PlacementError(
+        f"too few resources in the Ray cluster.\n"
+        f"  wanted:    trainer.nnodes={num_nodes} × trainer.n_gpus_per_node={slots_per_node} slots of {slot}\n"
+        f"  available: {available or 'no node'}\n"
+        f"  fits:      {way_out}"
+    )
+
+
+def _wait_until_placed(groups: list[PlacementGroup], bundle: Mapping[str, float], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for group in groups:
+        while not group.wait(timeout_seconds=1):  # seconds at a time: Ray's wait doesn't hear Ctrl-C
+            if time.monotonic() > deadline:
+                free = {name: f"{amount:g}" for name, amount in ray.available_resources().items() if name in bundle}
+                raise TimeoutError(
+                    f"the slots of {len(groups) - groups.index(group)} of {len(groups)} nodes were not free within "
+                    f"trainer.start_timeout_s={timeout_s:g} s; each node needs {len(group.bundle_specs)} × "
+                    f"{dict(bundle)}, free in the whole cluster: {free}. Is another job running there (`ray status`)?"
+                )
+
+
+def _order_slots(groups: list[PlacementGroup], device: str, timeout_s: float) -> tuple[Slot, ...]:
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    placed = [  # (node, group, bundle)
+        (placement_group_table(group)["bundles_to_node_id"][bundle], number, bundle)
+        for number, group in enumerate(groups)
+        for bundle in range(len(group.bundle_specs))
+    ]
+    placed.sort(key=lambda place: (addresses[place[0]], *place))
+    gpu_ids = [()] * len(placed) if device != "cuda" else _gpu_ids(groups, placed, timeout_s)
+    nodes = [node for node, _, _ in placed]
+    return tuple(
+        Slot(
+            index=index,
+            node_id=node,
+            node_address=addresses[node],
+            local_index=nodes[:index].count(node),
+            slots_on_node=nodes.count(node),
+            group=groups[number],
+            bundle=bundle,
+            gpu_ids=ids,
+        )
+        for index, ((node, number, bundle), ids) in enumerate(zip(placed, gpu_ids, strict=True))
+    )
+
+
+def _gpu_ids(
+    groups: list[PlacementGroup], placed: list[tuple[str, int, int]], timeout_s: float
+) -> list[tuple[str, ...]]:
+    """Ask inside each bundle which GPU it holds: Ray tells nobody else."""
+    probe = ray.remote(num_cpus=0, num_gpus=1, max_retries=0)(_visible_gpus)
+    return ray.get(
+        [
+            probe.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    groups[number], placement_group_bundle_index=bundle
+                )
+            ).remote()
+            for _, number, bundle in placed
+        ],
+        timeout=timeout_s,
+    )
+
+
+def _visible_gpus() -> tuple[str, ...]:
+    return tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"])

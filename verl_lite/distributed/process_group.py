@@ -1,0 +1,123 @@
+"""The collective group of the training ranks: gloo on CPU, nccl on GPU.
+
+torch is imported inside the functions: a worker process sets its thread counts first, and torch reads them once, at
+its first import.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Who a worker is; the first argument of every worker class."""
+
+    rank: int
+    world_size: int
+    local_rank: int = 0  # its place among the workers of its group on the same node
+    local_world_size: int = 1
+    device: str = "cpu"  # "cuda" | "cpu"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """A worker sees only its own slot's GPU, so on CUDA this is always the first one."""
+        import torch
+
+        return torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
+
+
+def init_process_group(
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    device: str,
+    timeout_s: float,
+    *,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+    listener: socket.socket | None = None,
+) -> RankContext:
+    """Join the default process group of `world_size` ranks that meet at rank 0's `master_addr:master_port`.
+
+    `listener` is rank 0's socket when it was bound before (see `bind_listener`).
+    `timeout_s` limits the meeting and later every collective. Ranks are taken to share one node unless told otherwise.
+    """
+    import torch
+    import torch.distributed as dist
+
+    local_rank = rank if local_rank is None else local_rank
+    local_world_size = world_size if local_world_size is None else local_world_size
+    # By itself gloo listens where the host's name resolves to, which in containers is often nowhere.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(master_addr, remote=local_world_size < world_size))
+    timeout = timedelta(seconds=timeout_s)
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    if rank == 0 and listener is None:
+        listener = bind_listener(master_addr, master_port)  # the store by itself would listen on every interface
+    store = dist.TCPStore(
+        master_addr,
+        master_port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=os.dup(listener.fileno()) if listener is not None else None,
+    )
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=dist.PrefixStore("verl_lite", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=torch.device("cuda", 0) if device == "cuda" else None,
+    )
+    return RankContext(rank, world_size, local_rank, local_world_size, device)
+
+
+def destroy_process_group() -> None:
+    """Leave the default process group if this process is in one."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def bind_listener(address: str, port: int = 0) -> socket.socket:
+    """A socket listening on `address` only, by default on a free port, kept so that nobody else can take the port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((address, port))
+    listener.listen(1024)
+    return listener
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port that is free now; another process may take it before you do (`bind_listener` has no such gap)."""
+    with bind_listener(address) as listener:
+        return int(listener.getsockname()[1])
+
+
+def interface_of(address: str, *, remote: bool) -> str:
+    """The network interface through which this host talks to `address`; loopback when all ranks are on one host."""
+    if not remote:
+        return "lo0" if sys.platform == "darwin" else "lo"
+    import psutil
+
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 1))  # sends nothing: asks the routing table
+        own = probe.getsockname()[0]
+    interfaces = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
+    if own not in interfaces:
+        raise RuntimeError(f"no network interface has this host's address {own}; set GLOO_SOCKET_IFNAME to one")
+    return interfaces[own]

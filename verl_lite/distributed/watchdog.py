@@ -1,0 +1,76 @@
+"""A small process beside the driver that ends the run's processes when the driver is gone, even by kill -9.
+
+Ray's daemons and an engine's children can outlive their driver by minutes. Every process of a run inherits
+`VERL_LITE_RUN_ID`; when the driver closes the pipe or dies, whoever carries this run's id is killed, Ray's own logs
+move to the run's folder and its temporary folder goes. Run by path, not as a module: only the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+RUN_ID = "VERL_LITE_RUN_ID"
+POLL_S = 0.5
+SWEEP_LIMIT_S = 20.0
+
+
+def processes_of(run_id: str) -> Iterator[tuple[int, str]]:
+    """(pid, command) of every live process that carries the run's id, this one excepted."""
+    mark = f"{RUN_ID}={run_id}"
+    if not Path("/proc/self/environ").exists():
+        import psutil  # no /proc on macOS
+
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(RUN_ID) == run_id and process.pid != os.getpid():
+                    yield process.pid, " ".join(process.cmdline())
+        return
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+                if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    yield int(folder.name), command.strip()
+
+
+def sweep(run_id: str) -> dict[int, str]:
+    """Kill the run's processes until none is left; those that were."""
+    ended: dict[int, str] = {}
+    deadline = time.monotonic() + SWEEP_LIMIT_S
+    while time.monotonic() < deadline and (found := dict(processes_of(run_id))):
+        ended |= found
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+    return ended
+
+
+def main(run_id: str, driver: int, ray_dir: Path, log_dir: Path) -> None:
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
+    # A forked child of the driver may hold the pipe open, so its end isn't the only sign.
+    while os.getppid() == driver and not select.select([sys.stdin], [], [], POLL_S)[0]:
+        pass
+    alive = os.getppid() == driver
+    ended = sweep(run_id)
+    if ended:
+        with contextlib.suppress(OSError), open(log_dir / "watchdog.log", "a") as log:
+            print(time.strftime("%F %T"), f"driver {driver}", "closing" if alive else "gone", file=log)
+            log.writelines(f"  ended {pid}: {command[:200]}\n" for pid, command in sorted(ended.items()))
+    with contextlib.suppress(OSError, shutil.Error):
+        for session in ray_dir.glob("session_[0-9]*"):
+            shutil.copytree(session / "logs", log_dir / "ray", dirs_exist_ok=True, ignore_dangling_symlinks=True)
+    shutil.rmtree(ray_dir, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
