@@ -156,8 +156,3 @@ class FSDPEngine:
     def pop_peak_memory(self) -> dict[str, int]:
         peaks, self.peak_memory = self.peak_memory, {}
         return peaks
-
-    def named_tensors(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-        """The sharded weights under the names of `state_dict()`, tied ones too, `prefix` taken off each name."""
-        for name, tensor in self.module.state_dict().items():
-            yield name.removeprefix(prefix), tensor

@@ -74,7 +74,7 @@ def packed_attention(
     packed_rows: PackedRows | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of each row to itself. query [1, heads, N, d], key, value [1, kv heads, N, d] → [1, N, heads, d].
+    """Causal attention of each row to itself: query [1, h, N, d], key and value [1, kv heads, N, d] → [1, N, h, d].
 
     transformers' attention function; `packed_rows` is the model's own keyword argument, handed down by its layers.
     """
@@ -99,16 +99,19 @@ def packed_attention(
         if sliding_window is not None and longest > sliding_window:
             distance = torch.arange(longest)[:, None] - torch.arange(longest)
             mask = ((distance >= 0) & (distance < sliding_window)).to(query.device)
+        q, k, v = (
+            tensor.index_select(0, tokens.flatten()).unflatten(0, (rows, longest)).transpose(1, 2)
+            for tensor in (query, key, value)
+        )
         output = F.scaled_dot_product_attention(
-            *(
-                tensor.index_select(0, tokens.flatten()).unflatten(0, (rows, longest)).transpose(1, 2)
-                for tensor in (query, key, value)
-            ),
+            q,
+            k,
+            v,
             attn_mask=mask,
             dropout_p=dropout,
             is_causal=mask is None,
             scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, packed_rows.restore)[None], None
@@ -121,7 +124,7 @@ def _flash_attention(
 
     longest = max(rows.lengths)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    return varlen_attn(
+    output = varlen_attn(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
@@ -133,6 +136,8 @@ def _flash_attention(
         window_size=window,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert isinstance(output, Tensor), "a pair only where the log-normalizers are asked for"
+    return output
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

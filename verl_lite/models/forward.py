@@ -80,7 +80,7 @@ class PolicyModel(nn.Module):
     """A causal language model that answers with log-probs instead of logits."""
 
     def __init__(self, lm: PreTrainedModel, *, temperature: float, vocab_size: int | None = None) -> None:
-        """vocab_size: tokenizer's size; ids beyond it, which a model may have, get no probability. None: the model's."""
+        """vocab_size: the tokenizer's size; ids beyond it, which a model may have, get no probability. None: all do."""
         super().__init__()
         self.lm = lm
         self.temperature = temperature
@@ -142,7 +142,7 @@ class ValueModel(nn.Module):
         return _at_least_float32(self.score(_hidden_at_predictors(self.backbone, inputs))[:, 0])
 
 
-def _hidden_at_predictors(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
+def _hidden_at_predictors(backbone: PreTrainedModel, inputs: ModelInputs) -> Tensor:
     packed: dict[str, Any] = {}
     if inputs.packed_rows is not None:
         rows = inputs.packed_rows

@@ -76,9 +76,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def _load_config(
-    path: str, packed: bool, override_config: dict[str, Any], trust_remote_code: bool
-) -> PretrainedConfig:
+def _load_config(path: str, packed: bool, override_config: dict[str, Any], trust_remote_code: bool) -> PretrainedConfig:
     override = dict(override_config)
     default_attention = PACKED_ATTENTION if packed else "sdpa"
     attention = override.pop("attn_implementation", default_attention)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from verl_lite.distributed.process_group import RankContext
 from verl_lite.models.forward import to_rows
 from verl_lite.plugins import pick_options, resolve
 from verl_lite.protocol import DataProto
+from verl_lite.rollout.weight_transfer import WeightUpdate, make_publisher
 from verl_lite.workers.policy import build_policy_engine, model_inputs, score_tokens
 from verl_lite.workers.update import MiniBatchResult, Shares, micro_batches
 
@@ -150,9 +152,27 @@ class ActorWorker:
         sizes = [len(part[0]) for part in own]
         return [mask.to(self.engine.device) for mask in selected[first : first + sum(sizes)].split(sizes)]
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights as HF names them, tied ones included; sharded tensors, collect each on all ranks in this order."""
-        return self.engine.named_tensors(prefix="lm.")
+    def weights(self) -> dict[str, Tensor]:
+        """The sharded weights under the names of the HF model's state dict, tied ones too."""
+        return {name.removeprefix("lm."): tensor for name, tensor in self.engine.module.state_dict().items()}
+
+    def open_transfer(self, backend: str, dtype: str, **options: Any) -> dict[str, Any] | None:
+        """Make this rank's side of the weight transfer (options: `make_publisher`); what the engines' side needs."""
+        self.publisher = make_publisher(backend, rank=self.engine.context.rank, dtype=dtype, **options)
+        return self.publisher.connection()
+
+    def connect_transfer(self) -> None:
+        self.publisher.connect()
+
+    def publish_weights(self, version: int) -> WeightUpdate | None:
+        """The first part of an update of the rollout engines, on rank 0; a collective, as are the next two."""
+        return self.publisher.publish(self.weights(), version)
+
+    def next_weights(self) -> WeightUpdate | None:
+        return self.publisher.next_part()
+
+    def release_weights(self) -> None:
+        self.publisher.release()
 
     def pop_peak_memory(self) -> dict[str, int]:
         """Bytes of the phases since the last call."""

@@ -1,0 +1,105 @@
+"""The critic: predicts at each response token the return to come, for estimators that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from verl_lite.algorithms import VALUE_LOSSES
+from verl_lite.algorithms.aggregate import MiniBatchTotals, aggregate_loss
+from verl_lite.algorithms.value_losses import ValueLossInputs
+from verl_lite.batching import RankSchedule
+from verl_lite.config import CriticConfig
+from verl_lite.distributed.fsdp import DTYPES, FSDPEngine
+from verl_lite.distributed.process_group import RankContext
+from verl_lite.models.forward import to_rows
+from verl_lite.models.loading import decoder_layers, enable_gradient_checkpointing, load_value_model
+from verl_lite.plugins import resolve
+from verl_lite.protocol import DataProto
+from verl_lite.workers.policy import model_inputs
+from verl_lite.workers.update import MiniBatchResult, Shares, micro_batches
+
+
+class CriticWorker:
+    def __init__(self, context: RankContext, *, critic: CriticConfig, loss_scale_factor: float | None = None) -> None:
+        """loss_scale_factor: the actor's, which loss_agg_mode=seq-mean-token-sum-norm divides by."""
+        self.critic = critic
+        self.loss_scale_factor = loss_scale_factor
+        self.value_loss = resolve("clipped", VALUE_LOSSES, key="critic.value_loss")
+        model, fsdp = critic.model, critic.fsdp
+
+        def build(on_meta: bool) -> nn.Module:
+            value_model = load_value_model(
+                model.path,
+                dtype=DTYPES[fsdp.model_dtype],
+                packed=model.use_remove_padding,
+                override_config=model.override_config,
+                trust_remote_code=model.trust_remote_code,
+                on_meta=on_meta,
+            )
+            if model.enable_gradient_checkpointing:
+                enable_gradient_checkpointing(value_model.backbone)
+            return value_model
+
+        self.engine = FSDPEngine(build, lambda module: decoder_layers(module.backbone), context=context, fsdp=fsdp)
+        self.engine.train_with(
+            critic.optim,
+            grad_clip=critic.grad_clip,
+            sync_every_micro_batch=not fsdp.use_no_sync_for_gradient_accumulation,
+            optimizer_offload=fsdp.optimizer_offload,
+        )
+
+    @torch.no_grad()
+    def compute_values(self, shard: DataProto, schedule: RankSchedule) -> DataProto:
+        """`values` [B, R] of the shard's rows, read before each response token; 0 where `response_mask` is 0."""
+        values = []
+        with self.engine.phase("values"):
+            micros = chain.from_iterable(micro_batches(shard, schedule))
+            for micro, size in zip(micros, chain.from_iterable(schedule.micro_sizes), strict=True):
+                # Of a row run with weight zero nothing is kept.
+                values.append(DataProto.from_dict({"values": self._values(micro).cpu()})[:size])
+        return DataProto.concat(values)
+
+    def update(
+        self, shard: DataProto, schedule: RankSchedule, *, totals: Sequence[MiniBatchTotals], lr: float
+    ) -> list[MiniBatchResult]:
+        """One pass over the batch: an optimizer step per mini-batch. Reads values, returns, response_mask.
+
+        totals: of each mini-batch, over all ranks. lr: the rate of this training step.
+        """
+        results = []
+        with self.engine.phase("update_critic", optimizer=True):
+            for micros, total in zip(micro_batches(shard, schedule), totals, strict=True):
+                if total.loss_tokens == 0:
+                    results.append(MiniBatchResult("empty"))
+                    continue
+                shares = Shares(total)
+                for index, micro in enumerate(micros):
+                    self.engine.backward(self._loss(micro, shares), last=index == len(micros) - 1)
+                results.append(MiniBatchResult.of(self.engine.step(lr), shares))
+        return results
+
+    def _loss(self, rows: DataProto, shares: Shares) -> Tensor:
+        """This micro-batch's share of the mini-batch's loss; its metrics go to `shares`."""
+        old_values, returns, mask = (
+            rows.batch[name].to(self.engine.device) for name in ("values", "returns", "response_mask")
+        )
+        outputs = self.value_loss(
+            ValueLossInputs(self._values(rows), old_values, returns, mask), cliprange_value=self.critic.cliprange_value
+        )
+        loss = aggregate_loss(outputs.losses, mask, self.critic.loss_agg_mode, shares.totals, self.loss_scale_factor)
+        shares.add("vf_loss", loss)
+        for name, values in outputs.metrics.items():
+            shares.add_tokens(name, values, mask)
+        return loss
+
+    def _values(self, rows: DataProto) -> Tensor:
+        values = self.engine.module(model_inputs(rows, self.engine.device, packed=self.critic.model.use_remove_padding))
+        return to_rows(values, rows.batch["response_mask"].to(self.engine.device))
+
+    def pop_peak_memory(self) -> dict[str, int]:
+        """Bytes of the phases since the last call."""
+        return self.engine.pop_peak_memory()
