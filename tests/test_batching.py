@@ -383,6 +383,11 @@ def test_the_length_of_the_run_is_known_with_the_training_set() -> None:
             {"critic.enable": True, "critic.ppo_mini_batch_size": 100},
             "critic.ppo_mini_batch_size=100 does not divide data.train_batch_size=1024; nearest: 64, 128.",
         ),
+        (
+            {"trainer.device": "cuda", f"{ROLLOUT}.num_replicas": 5},
+            f"{ROLLOUT}.num_replicas=5 · tensor_model_parallel_size=2 = 10 needs more than the 8 GPUs; largest "
+            "possible: 4.",
+        ),
         ({f"{ROLLOUT}.n": 0}, f"{ROLLOUT}.n=0 must be at least 1."),
         ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": -1}, f"{ACTOR}.ppo_micro_batch_size_per_gpu=-1 must be at least 1."),
     ],

@@ -124,3 +124,11 @@ def test_it_answers_from_any_folder_within_3_seconds_and_loads_nothing_heavy(tmp
     assert done.returncode == 0, done.stderr
     assert "optimizer steps" in done.stdout and "80 + 80" in done.stdout
     assert seconds < 3  # 0.4 s on a quiet machine
+
+
+def test_the_table_in_the_docs_is_what_the_program_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(plan.__file__).parents[1] / "docs" / "batch-sizes.md").read_text(encoding="utf-8")
+    shown = page.split("<!-- plan:")[1].split("```")[1].strip("\n").splitlines()
+    assert plan.main(CLASSIC) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(shown) > 5 and [line for line in shown if line not in printed] == []

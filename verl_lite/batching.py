@@ -31,6 +31,35 @@ ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "a
 
 # The schedule
 
+Row = tuple[str, object, str]  # of the table: name, value, the arithmetic that gives it
+
+
+@dataclass(frozen=True)
+class MicroLimit:
+    """The upper bound of a micro-batch: in rows or in tokens, never both."""
+
+    key: str  # the dotted key that sets it
+    rows: int | None
+    tokens: int | None  # over the sequence-parallel ranks that share a row
+
+    def cut(self, rows: int) -> list[int] | None:
+        """Micro-batches of this many rows: 256 at most 80 each are 80, 80, 80, 16. None: the lengths decide."""
+        if self.rows is None:
+            return None
+        return [min(self.rows, rows - start) for start in range(0, rows, self.rows)]
+
+    def arguments(self) -> dict[str, Any]:
+        return {"micro_batch_rows": self.rows, "max_token_len": self.tokens, "limit_key": self.key}
+
+    def table_row(self, name: str, rows: int) -> Row:
+        if self.rows is None:
+            return name, "by tokens", f"{_count(rows, 'row')}, at most {self.tokens:,} tokens at once ({self.key})"
+        return (
+            name,
+            _sum_text(self.cut(rows) or []),
+            f"{_count(rows, 'row')}, at most {self.rows:,} at once ({self.key})",
+        )
+
 
 @dataclass(frozen=True)
 class RankSchedule:
@@ -123,6 +152,8 @@ def build_schedules(
     assert mini_batch_rows > 0 and mini_batch_rows % group_size == 0, (
         f"mini-batches of {mini_batch_rows} rows would cut groups of {group_size}"
     )
+    assert (micro_batch_rows is None) != (max_token_len is None), "give micro_batch_rows or max_token_len, not both"
+    limit = MicroLimit(limit_key, micro_batch_rows, max_token_len)
     schedules = []
     for epoch in range(epochs):
         groups = list(range(num_rows // group_size))
@@ -131,18 +162,11 @@ def build_schedules(
         order = [group * group_size + i for group in groups for i in range(group_size)]
         mini_batches = []
         for start in range(0, num_rows, mini_batch_rows):
-            mini_batches.append(
-                _cut_mini_batch(
-                    order[start : start + mini_batch_rows],
-                    lengths,
-                    dp_size=dp_size,
-                    first_rank=start % dp_size,
-                    micro_batch_rows=micro_batch_rows,
-                    max_token_len=max_token_len,
-                    balance=balance,
-                    limit_key=limit_key,
-                )
-            )
+            rows = order[start : start + mini_batch_rows]
+            shares = _balanced_shares(rows, lengths, dp_size) if balance else _contiguous_shares(rows, dp_size)
+            # Larger shares come first: the ranks that get them move on from mini-batch to mini-batch.
+            by_rank = [shares[(rank - start) % dp_size] for rank in range(dp_size)]
+            mini_batches.append(_mini_batch(rows, by_rank, lengths, limit))
         schedules.append(Schedule(tuple(mini_batches)))
     return schedules
 
@@ -175,47 +199,33 @@ def forward_schedule(
     return schedule
 
 
-def _cut_mini_batch(
-    rows: list[int],
-    lengths: Sequence[int],
-    *,
-    dp_size: int,
-    first_rank: int,
-    micro_batch_rows: int | None,
-    max_token_len: int | None,
-    balance: bool,
-    limit_key: str,
-) -> MiniBatch:
-    assert (micro_batch_rows is None) != (max_token_len is None), "give micro_batch_rows or max_token_len, not both"
-    shares = _balanced_shares(rows, lengths, dp_size) if balance else _contiguous_shares(rows, dp_size)
-    # Shares come largest first: the ranks that got the extra rows move on from mini-batch to mini-batch.
-    by_rank = [shares[(rank - first_rank) % dp_size] for rank in range(dp_size)]
-    if micro_batch_rows is not None:
-        bins = [[share[i : i + micro_batch_rows] for i in range(0, len(share), micro_batch_rows)] for share in by_rank]
-        num_micro = max(len(rank_bins) for rank_bins in bins)
-        cut = [_split_until(rank_bins, num_micro) for rank_bins in bins]
+def _mini_batch(rows: list[int], by_rank: list[list[int]], lengths: Sequence[int], limit: MicroLimit) -> MiniBatch:
+    """The mini-batch of these rows, dealt to ranks as given, each rank's rows cut into micro-batches."""
+    cut: list[list[list[int]]] = []
+    if limit.tokens is None:
+        for share in by_rank:
+            pieces = iter(share)
+            cut.append([list(itertools.islice(pieces, size)) for size in limit.cut(len(share)) or []])
+        num_micro = max(len(bins) for bins in cut)
+        cut = [_split_until(bins, num_micro) for bins in cut]
     else:
-        assert max_token_len is not None
         longest = max(rows, key=lambda row: lengths[row])
-        if lengths[longest] > max_token_len:
+        if lengths[longest] > limit.tokens:
             raise ValueError(
-                f"{limit_key}={max_token_len} is below the {lengths[longest]} tokens of row {longest}, and a row is "
+                f"{limit.key}={limit.tokens} is below the {lengths[longest]} tokens of row {longest}, and a row is "
                 f"never cut; set it to at least {lengths[longest]}, or shorten data.max_prompt_length or "
                 "data.max_response_length."
             )
-        bins = [_pack(share, lengths, max_token_len) for share in by_rank]
-        num_micro = max(len(rank_bins) for rank_bins in bins)
-        cut = [
-            _even_bins(share, lengths, max_token_len, num_micro) or _split_until(rank_bins, num_micro)
-            for share, rank_bins in zip(by_rank, bins, strict=True)
-        ]
-        # Ranks wait for one another in every micro-batch: let heavy ones meet heavy ones.
-        for rank_bins in cut:
-            rank_bins.sort(key=lambda b: -sum(lengths[row] for row in b))
+        packed = [_pack(share, lengths, limit.tokens) for share in by_rank]
+        num_micro = max(len(bins) for bins in packed)
+        for share, bins in zip(by_rank, packed, strict=True):
+            bins = _even_bins(share, lengths, limit.tokens, num_micro) or _split_until(bins, num_micro)
+            # Ranks wait for one another in every micro-batch: let heavy ones meet heavy ones.
+            cut.append(sorted(bins, key=lambda bin_rows: -sum(lengths[row] for row in bin_rows)))
     return MiniBatch(
         rows=tuple(rows),
-        rank_rows=tuple(tuple(row for b in rank_bins for row in b) for rank_bins in cut),
-        micro_sizes=tuple(tuple(len(b) for b in rank_bins) for rank_bins in cut),
+        rank_rows=tuple(tuple(row for bin_rows in bins for row in bin_rows) for bins in cut),
+        micro_sizes=tuple(tuple(len(bin_rows) for bin_rows in bins) for bins in cut),
     )
 
 
@@ -316,36 +326,6 @@ class PlanError(ValueError):
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
         super().__init__("the batch sizes cannot work:" + "".join(f"\n  - {problem}" for problem in self.problems))
-
-
-Row = tuple[str, object, str]  # of the table: name, value, the arithmetic that gives it
-
-
-@dataclass(frozen=True)
-class MicroLimit:
-    """The upper bound of a micro-batch: in rows or in tokens, never both."""
-
-    key: str  # the dotted key that sets it
-    rows: int | None
-    tokens: int | None  # over the sequence-parallel ranks that share a row
-
-    def cut(self, rows: int) -> list[int] | None:
-        """Micro-batches of this many rows: 256 at most 80 each are 80, 80, 80, 16. None: the lengths decide."""
-        if self.rows is None:
-            return None
-        return [min(self.rows, rows - start) for start in range(0, rows, self.rows)]
-
-    def arguments(self) -> dict[str, Any]:
-        return {"micro_batch_rows": self.rows, "max_token_len": self.tokens, "limit_key": self.key}
-
-    def table_row(self, name: str, rows: int) -> Row:
-        if self.rows is None:
-            return name, "by tokens", f"{_count(rows, 'row')}, at most {self.tokens:,} tokens at once ({self.key})"
-        return (
-            name,
-            _sum_text(self.cut(rows) or []),
-            f"{_count(rows, 'row')}, at most {self.rows:,} at once ({self.key})",
-        )
 
 
 @dataclass(frozen=True)
@@ -746,7 +726,13 @@ def _problems(cfg: Config, num_train_rows: int | None) -> Iterator[str]:
             f"on one node); nearest: {_nearest(node_slots, tp_size)}, or "
             f"{slots_key}={-(-node_slots // tp_size) * tp_size}."
         )
-    if num_train_rows is not None and num_train_rows < data.train_batch_size:
+    spanned = rollout.num_replicas * tp_size
+    if trainer.device == "cuda" and not rollout.nnodes and spanned > cfg.num_slots:
+        yield (
+            f"{ROLLOUT}.num_replicas={rollout.num_replicas} · tensor_model_parallel_size={tp_size} = {spanned} needs "
+            f"more than the {cfg.num_slots} GPUs; largest possible: {max(1, cfg.num_slots // tp_size)}."
+        )
+    if num_train_rows is not None and num_train_rows < data.train_batch_size and not trainer.val_only:
         yield (
             f"data.train_batch_size={data.train_batch_size} is larger than the training set: {num_train_rows} prompts "
             f"after filtering; largest possible: {num_train_rows}."
