@@ -8,6 +8,7 @@ line each, scalars become lists where a list is wanted, and all problems are rep
 from __future__ import annotations
 
 import ast
+import copy
 import fnmatch
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +24,14 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_lite import algorithms
+from verl_lite import algorithms, rewards
 from verl_lite.config import (
     HUB_KEYS,
     PLUGIN_KEYS,
     Config,
     Leaf,
+    flatten,
+    follows,
     leaf_keys,
     looks_like_path,
     near_names,
@@ -50,7 +53,7 @@ TABLES: dict[str, Mapping[str, str]] = {
     "critic.loss_agg_mode": algorithms.LOSS_AGGREGATIONS,
     LOSS + "loss_mode": algorithms.POLICY_LOSSES,
     "actor_rollout_ref.rollout.name": dict.fromkeys(("vllm", "hf"), ""),
-    "reward.reward_manager.name": dict.fromkeys(("naive", "dapo"), ""),
+    "reward.reward_manager.name": rewards.MANAGERS,
 }
 """Keys that name an entry of a table; those of PLUGIN_KEYS take an import path too."""
 
@@ -339,7 +342,7 @@ def _coerce(given: _Given) -> dict[str, Any]:
         node[last] = _merge(node[last], value) if both else value
 
     for key, leaf in leaf_keys().items():
-        put(key, leaf.default)
+        put(key, copy.deepcopy(leaf.default))
     for entries in (given.recipe, given.command):
         for key, set_to in entries.items():
             put(key, set_to.value)
@@ -472,11 +475,10 @@ def _divide_global_sizes(given: _Given, values: dict[str, Any], ranks: int) -> N
 
 def _check_tables(config: Config, given: _Given) -> Iterator[str]:
     """Problems of keys that name an algorithm, and of the chosen loss's options."""
+    flat = flatten(config)
     for key, table in TABLES.items():
-        value: Any = config
-        for part in key.split("."):
-            value = getattr(value, part)
-        if value in table or (key in PLUGIN_KEYS and ":" in value):
+        value = flat[key]
+        if value in table or (key in PLUGIN_KEYS and ":" in value) or follows(flat, key):
             continue
         if value in UNSUPPORTED_VALUES:
             yield f"{key}={value}: not supported; there are: {', '.join(table)}"

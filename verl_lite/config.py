@@ -585,6 +585,11 @@ FOLLOWS = {
 """Keys whose null means "as that other key", in an order in which each source is filled before it is read."""
 
 
+def follows(flat: Mapping[str, Any], name: str) -> bool:
+    """Whether a key has the value of the key it follows: then a problem with it is told once, there."""
+    return name in FOLLOWS and flat[name] == flat[FOLLOWS[name]]
+
+
 def gpus_here() -> int:
     """GPUs this process may use, found without importing torch."""
     devices = len(glob.glob("/dev/nvidia[0-9]*")) or int(os.path.exists("/dev/dxg"))
@@ -703,7 +708,9 @@ def show(value: Any) -> str:
 def validate(config: Config) -> list[str]:
     """Every problem of a resolved config that shows without opening a file. Batch arithmetic is `BatchPlan`'s."""
     flat = flatten(config)
-    problems = [problem for name, value in flat.items() if (problem := range_problem(name, value))]
+    problems = [
+        problem for name, value in flat.items() if not follows(flat, name) and (problem := range_problem(name, value))
+    ]
     for name, (accepted, why) in PENDING.items():
         if flat[name] != leaf_keys()[name].default and flat[name] not in accepted:
             problems.append(f"{name}={show(flat[name])}: {why}")
@@ -717,7 +724,7 @@ def validate(config: Config) -> list[str]:
     refuse(not data.val_files and trainer.val_only, "trainer.val_only=True needs data.val_files")
     refuse(
         (data.custom_cls.path is None) != (data.custom_cls.name is None),
-        "data.custom_cls: set both path and name, or neither",
+        "data.custom_cls.path and data.custom_cls.name: set both, or neither",
     )
     refuse(
         data.tokenizer != model.tokenizer_path,
@@ -821,9 +828,9 @@ def check_files(config: Config) -> list[str]:
     if config.actor_rollout_ref.model.path is None:
         problems.append("actor_rollout_ref.model.path is not set: name a model folder or hub id")
     for name in ("data.train_files", "data.val_files"):
-        for file in flatten(config)[name]:
-            if not Path(file).is_file():
-                problems.append(f"{name}: no such file: {file}" + _what_is_there(Path(file)))
+        for path in map(Path, flatten(config)[name]):
+            if not path.is_file():
+                problems.append(f"{name}: no such file: {path}" + _what_is_there(path))
     model = config.actor_rollout_ref.model
     folders: dict[str, str | None] = {"actor_rollout_ref.model.path": model.path}
     if config.needs_critic:
@@ -843,12 +850,12 @@ def check_files(config: Config) -> list[str]:
         ("reward.custom_reward_function.path", function.path, "reward.custom_reward_function.name", function.name),
         ("data.custom_cls.path", cls.path, "data.custom_cls.name", cls.name),
     ]
-    for name in PLUGIN_KEYS:
-        file, _, attribute = str(flatten(config)[name]).rpartition(":")
-        sources.append((name, file, name, attribute))
-    for path_key, path, name_key, attribute in sources:
-        if path and path.endswith(".py"):
-            problems += _check_python(path_key, Path(path), name_key, attribute)
+    for plugin_key in PLUGIN_KEYS:
+        file, _, name = str(flatten(config)[plugin_key]).rpartition(":")
+        sources.append((plugin_key, file, plugin_key, name))
+    for path_key, source, name_key, attribute in sources:
+        if source and source.endswith(".py"):
+            problems += _check_python(path_key, Path(source), name_key, attribute)
     return problems
 
 
@@ -870,7 +877,11 @@ def _check_python(path_key: str, path: Path, name_key: str, attribute: str | Non
         symbols = symtable.symtable(text, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         return [f"{path_key}: {path} is not valid Python: {error}"]
-    if "import *" in text or any(symbol.get_name() == attribute for symbol in symbols if not symbol.is_global()):
+    if "import *" in text or any(symbol.get_name() == attribute and _is_bound(symbol) for symbol in symbols):
         return []
     defined = [symbol.get_name() for symbol in symbols if symbol.is_namespace()]
     return [f"{name_key}={attribute}: {path} defines {', '.join(defined) or 'no function'}, but no {attribute}"]
+
+
+def _is_bound(symbol: symtable.Symbol) -> bool:
+    return symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()

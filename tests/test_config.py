@@ -1,0 +1,267 @@
+"""The declared keys, how nulls are filled, what is refused, what is hidden."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_lite import config as config_module
+from verl_lite.config import (
+    Config,
+    check_files,
+    flatten,
+    leaf_keys,
+    notices,
+    redacted,
+    resolve,
+    unflatten,
+    validate,
+)
+
+ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{role}." for role in ("actor", "rollout", "ref"))
+
+
+def resolved(values: dict[str, Any] | None = None, *, needs_values: bool = False) -> Config:
+    return resolve(unflatten({"trainer.device": "cpu", **(values or {})}), needs_values=needs_values)
+
+
+def problem_with(values: dict[str, Any]) -> str:
+    """The one problem of an otherwise fine config."""
+    problems = validate(resolved(values))
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def test_importing_the_package_and_the_config_loads_no_heavy_library() -> None:
+    code = (
+        "import sys, verl_lite, verl_lite.config; "
+        "print([m for m in ('torch', 'ray', 'vllm', 'hydra', 'omegaconf', 'numpy') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_every_key_has_a_meaning_and_a_default_within_its_own_limits() -> None:
+    for name, leaf in leaf_keys().items():
+        assert leaf.doc, name
+        assert leaf.in_range(leaf.default), name
+
+
+def test_flatten_and_unflatten_are_inverse() -> None:
+    values = {ACTOR + "optim.lr": 0.5, ROLLOUT + "engine_kwargs.vllm": {"a": 1}}
+    config = unflatten(values)
+    assert config.actor_rollout_ref.actor.optim.lr == 0.5
+    assert unflatten(flatten(config)) == config
+    with pytest.raises(ValueError, match="actor.lr"):
+        unflatten({"actor.lr": 1.0})
+
+
+def test_resolve_leaves_no_null_where_the_type_has_none() -> None:
+    values = flatten(resolved({"actor_rollout_ref.model.path": "some/model"}))
+    assert [name for name, leaf in leaf_keys().items() if leaf.filled and values[name] is None] == []
+
+
+def test_the_default_config_is_valid() -> None:
+    assert validate(resolved()) == []
+    assert notices(resolved()) == []
+
+
+def test_resolve_fills_keys_that_follow_others() -> None:
+    config = resolved(
+        {
+            "actor_rollout_ref.model.path": "owner/model",
+            "actor_rollout_ref.model.trust_remote_code": True,
+            "data.max_prompt_length": 48,
+            "data.max_response_length": 32,
+            ACTOR + "clip_ratio": 0.3,
+            ACTOR + "clip_ratio_high": 0.28,
+            ACTOR + "ppo_mini_batch_size": 64,
+            ACTOR + "ppo_micro_batch_size_per_gpu": 8,
+            ACTOR + "use_dynamic_bsz": True,
+            ACTOR + "ppo_max_token_len_per_gpu": 999,
+            ACTOR + "ppo_epochs": 2,
+            ACTOR + "loss_agg_mode": "seq-mean-token-sum-norm",
+            "critic.ppo_epochs": 3,
+        }
+    )
+    actor, rollout, ref, critic = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        config.actor_rollout_ref.ref,
+        config.critic,
+    )
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.3, 0.28)
+    assert actor.loss_scale_factor == 32
+    assert actor.checkpoint.load_contents == ["model", "optimizer", "extra"]
+    assert rollout.max_model_len == 80  # 48 + 32
+    for passes in (rollout, ref):
+        assert passes.log_prob_micro_batch_size_per_gpu == 8
+        assert passes.log_prob_use_dynamic_bsz is True
+        assert passes.log_prob_max_token_len_per_gpu == 999
+    assert (critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu, critic.ppo_epochs) == (64, 8, 3)
+    assert critic.forward_micro_batch_size_per_gpu == 8
+    assert critic.model.path == config.data.tokenizer == "owner/model"
+    assert critic.model.trust_remote_code is True
+    assert config.data.seed == 1
+
+
+def test_resolve_follows_the_device() -> None:
+    cpu = resolved()
+    assert cpu.actor_rollout_ref.rollout.dtype == cpu.actor_rollout_ref.actor.fsdp_config.dtype == "float32"
+    assert cpu.actor_rollout_ref.rollout.enforce_eager is True
+    assert (cpu.trainer.n_gpus_per_node, cpu.num_slots, cpu.actor_rollout_ref.rollout.num_replicas) == (1, 1, 1)
+    gpu = resolved(
+        {
+            "trainer.device": "cuda",
+            "trainer.n_gpus_per_node": 8,
+            "trainer.nnodes": 2,
+            ROLLOUT + "tensor_model_parallel_size": 4,
+        }
+    )
+    assert gpu.actor_rollout_ref.rollout.dtype == gpu.critic.fsdp.dtype == "bfloat16"
+    assert gpu.actor_rollout_ref.rollout.enforce_eager is False
+    assert gpu.num_slots == 16  # 8 · 2
+    assert gpu.actor_rollout_ref.rollout.num_replicas == 4  # 16 slots / 4 per engine
+
+
+def test_reference_model_computes_in_the_actors_dtype() -> None:
+    config = resolved({ACTOR + "fsdp_config.dtype": "bf16"})
+    assert config.actor_rollout_ref.ref.fsdp_config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "visible, files, count",
+    [(None, 4, 4), ("0,2", 4, 2), ("", 4, 0), ("-1", 4, 0), ("0,-1,1", 4, 1), ("0", 0, 0), ("MIG-a,MIG-b", 1, 2)],
+)
+def test_gpus_are_counted_without_torch(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, files: int, count: int
+) -> None:
+    monkeypatch.setattr("verl_lite.config.glob.glob", lambda pattern: [""] * files)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert config_module.gpus_here() == count
+
+
+def test_critic_exists_exactly_when_values_are_needed() -> None:
+    assert not resolved().needs_critic
+    assert resolved(needs_values=True).needs_critic
+    assert not resolved({"critic.enable": False}, needs_values=True).needs_critic
+
+
+def test_reference_model_exists_only_when_a_kl_asks_for_it() -> None:
+    assert not resolved().needs_ref
+    assert resolved({ACTOR + "use_kl_loss": True}).needs_ref
+    assert resolved({"algorithm.use_kl_in_reward": True}).needs_ref
+
+
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("data.truncation", "lefft", "did you mean left?"),
+        (ACTOR + "ppo_epochs", 0, ">= 1"),
+        (ACTOR + "optim.lr", -1.0, ">= 0"),
+        (ACTOR + "optim.lr", float("nan"), ">= 0"),
+        (ACTOR + "optim.betas", [0.9], "two numbers"),
+        (ROLLOUT + "gpu_memory_utilization", 1.5, "<= 1"),
+        (ROLLOUT + "temperature", 0.0, "val_kwargs.do_sample=False"),
+        (ROLLOUT + "do_sample", False, "val_kwargs.do_sample=False"),
+        (ROLLOUT + "max_model_len", 1000, "512 + 512 = 1024"),
+        ("trainer.total_epochs", 0, ">= 1"),
+        ("trainer.logger", ["consol"], "did you mean console?"),
+        ("trainer.critic_warmup", 2, "no critic"),
+        ("data.custom_cls.path", "a.py", "set both"),
+        ("trainer.save_freq", 5, "not built yet"),
+        (ROLLOUT + "nnodes", 1, "not built yet"),
+        ("algorithm.kl_ctrl.type", "adaptiv", "did you mean adaptive?"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_key_value_and_way_out(key: str, value: Any, words: str) -> None:
+    if key == "trainer.save_freq" and key not in config_module.PENDING:
+        pytest.fail("checkpoints exist now: drop this case")
+    message = problem_with({key: value})
+    assert key in message
+    assert words in message
+
+
+def test_validate_reports_every_problem() -> None:
+    problems = validate(resolved({ACTOR + "ppo_epochs": 0, "trainer.total_epochs": -1, ROLLOUT + "top_p": 2.0}))
+    assert len(problems) == 3
+
+
+@pytest.mark.parametrize("freq", [-1, 0])
+def test_no_checkpoints_is_a_fine_wish(freq: int) -> None:
+    assert validate(resolved({"trainer.save_freq": freq})) == []
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({ROLLOUT + "val_kwargs.n": 4}, "4 equal responses"),
+        ({"trainer.test_freq": 5}, "validation is off"),
+        ({ROLLOUT + "val_kwargs.temperature": 0.7}, "greedy"),
+        ({ACTOR + "use_kl_loss": True, "algorithm.use_kl_in_reward": True}, "in the loss"),
+        ({ACTOR + "optim.lr_warmup_steps": 5, ACTOR + "optim.lr_warmup_steps_ratio": 0.1}, "no effect"),
+    ],
+)
+def test_a_doubtful_combination_is_said(values: dict[str, Any], words: str) -> None:
+    assert any(words in notice for notice in notices(resolved(values)))
+
+
+def test_redacted_hides_secrets_and_nothing_else() -> None:
+    tree = redacted(
+        unflatten(
+            {
+                "ray_kwargs.ray_init.runtime_env": {"env_vars": {"HOME": "/home/x"}, "working_dir": "."},
+                "reward.custom_reward_function.reward_kwargs": {"api_key": "s1", "token": "s2", "max_tokens": 5},
+            }
+        )
+    )
+    assert tree["ray_kwargs"]["ray_init"]["runtime_env"] == {"env_vars": {"HOME": "***"}, "working_dir": "."}
+    kwargs = tree["reward"]["custom_reward_function"]["reward_kwargs"]
+    assert kwargs == {"api_key": "***", "token": "***", "max_tokens": 5}
+    assert tree["data"]["prompt_key"] == "prompt"
+
+
+def test_check_files_says_what_is_not_set() -> None:
+    assert [problem.split()[0] for problem in check_files(resolved())] == [
+        "data.train_files",
+        "actor_rollout_ref.model.path",
+    ]
+
+
+def test_check_files_names_what_is_missing_and_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").touch()
+    (tmp_path / "model").mkdir()
+    reward = tmp_path / "reward.py"
+    reward.write_text("import math\ndef compute_scores(**kwargs): return 0.0\n")
+    problems = check_files(
+        resolved(
+            {
+                "data.train_files": [str(tmp_path / "trian.parquet")],
+                "actor_rollout_ref.model.path": str(tmp_path / "model"),
+                "reward.custom_reward_function.path": str(reward),
+                ACTOR + "policy_loss.loss_mode": f"{tmp_path}/loss.py:mine",
+            }
+        )
+    )
+    assert len(problems) == 4
+    assert "trian.parquet (there: train.parquet)" in problems[0]
+    assert "no config.json" in problems[1]
+    assert "defines compute_scores, but no compute_score" in problems[2]
+    assert "loss_mode: no such file" in problems[3]
+
+
+@pytest.mark.parametrize("source", ["def compute_score(): ...", "from os import *", "compute_score = len"])
+def test_check_files_accepts_a_function_however_it_is_defined(tmp_path: Path, source: str) -> None:
+    (tmp_path / "train.parquet").touch()
+    (tmp_path / "reward.py").write_text(source)
+    values = {
+        "data.train_files": [str(tmp_path / "train.parquet")],
+        "actor_rollout_ref.model.path": "owner/model",
+        "reward.custom_reward_function.path": str(tmp_path / "reward.py"),
+    }
+    assert check_files(resolved(values)) == []
