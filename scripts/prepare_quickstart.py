@@ -1,9 +1,9 @@
 """Make the quickstart's model and data: two-digit addition, learnt about half by supervised steps.
 
 Writes `$VERL_LITE_HOME/quickstart/{model,train.parquet,val.parquet,prepared.json}` (VERL_LITE_HOME defaults to
-`verl_lite` under the user's cache folder). The 0.8M-parameter Qwen2 is trained on the training problems until its greedy
-accuracy on the validation problems lies between 0.45 and 0.55: low enough that GRPO has something to teach, high enough
-that most groups hold both right and wrong answers. A second call finds everything in place and returns.
+`verl_lite` under the user's cache folder). The Qwen2 of 0.9M parameters is trained on the training problems until its
+greedy accuracy on the validation problems lies between 0.45 and 0.55: low enough that GRPO has something to teach, high
+enough that most groups hold both right and wrong answers. A second call finds everything in place and returns.
 
     python scripts/prepare_quickstart.py [--force] [--seed N]
 """

@@ -22,7 +22,7 @@ def tiny_model(
     tie: bool = True,
     vocab_size: int | None = None,
     layers: int = 2,
-    hidden: int = 32,
+    hidden: int = 64,
     max_position_embeddings: int = 128,
     seed: int = 0,
     **config: Any,
