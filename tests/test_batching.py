@@ -74,6 +74,11 @@ def test_token_packing_uses_as_few_micro_batches_as_there_can_be() -> None:
     assert sorted(sorted([3, 4, 5, 5, 6, 7][row] for row in piece) for piece in cut[0][0]) == [[3, 7], [4, 6], [5, 5]]
 
 
+def test_micro_batches_by_tokens_are_even() -> None:
+    # 24 tokens with limit 20 need two: 12 + 12, not 20 + 4
+    assert schedule([4] * 6, max_token_len=20).rank_schedule(0).micro_sizes == ((3, 3),)
+
+
 def test_a_rank_with_fewer_micro_batches_splits_its_rows_rather_than_idle() -> None:
     # 9 rows of 1 token and one of 9: ranks get 5 rows each; 5 tokens fit one micro-batch of 9, 13 tokens need two
     of = schedule([9] + [1] * 9, dp_size=2, max_token_len=9)
@@ -159,13 +164,14 @@ def test_extra_rows_move_on_from_rank_to_rank() -> None:
 @given(data=st.data())
 def test_the_laws_of_a_schedule(data: st.DataObject) -> None:
     group_size = data.draw(st.integers(1, 4), "group_size")
-    lengths = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=60), "lengths")
+    longest = data.draw(st.sampled_from([5, 50]), "longest")
+    lengths = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=60), "lengths")
     lengths = lengths[: len(lengths) // group_size * group_size] or [7] * group_size
     mini_rows = group_size * data.draw(st.integers(1, max(1, len(lengths) // group_size)), "groups per mini-batch")
     dp_size, epochs = data.draw(st.integers(1, 7), "dp_size"), data.draw(st.integers(1, 3), "epochs")
     balance, shuffle, seed = data.draw(st.booleans()), data.draw(st.booleans()), data.draw(st.integers(0, 99))
     by_tokens = data.draw(st.booleans(), "by_tokens")
-    limit = data.draw(st.integers(max(lengths), 120) if by_tokens else st.integers(1, 12), "limit")
+    limit = data.draw(st.integers(max(lengths), 2 * longest) if by_tokens else st.integers(1, 12), "limit")
     limits = {"max_token_len": limit} if by_tokens else {"micro_batch_rows": limit}
 
     def build(dp_size: int) -> list[Schedule]:
