@@ -304,7 +304,7 @@ def _trackio(project: str, experiment: str, config: Mapping[str, Any]) -> Tracke
 
 
 class MLflow:
-    """A run in the experiment `project`, on the server of MLFLOW_TRACKING_URI, else in `run_dir/mlruns`."""
+    """A run in the experiment `project`, on the server of MLFLOW_TRACKING_URI, else in `run_dir/mlflow.db`."""
 
     NAME_REFUSED = re.compile(r"[^\w\-. :/]")
     PARAMS_PER_CALL, METRICS_PER_CALL, PARAM_LENGTH = 100, 1000, 500  # limits of MLflow's REST interface
@@ -313,7 +313,7 @@ class MLflow:
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").absolute().as_uri()
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').absolute()}"
         self._client, self._metric = MlflowClient(tracking_uri=uri), Metric
         known = self._client.get_experiment_by_name(project)
         experiment_id = known.experiment_id if known else self._client.create_experiment(project)
