@@ -265,3 +265,9 @@ def test_check_files_accepts_a_function_however_it_is_defined(tmp_path: Path, so
         "reward.custom_reward_function.path": str(tmp_path / "reward.py"),
     }
     assert check_files(resolved(values)) == []
+
+
+def test_loggers_are_those_that_tracking_knows() -> None:
+    from verl_lite.tracking import PACKAGES
+
+    assert set(leaf_keys()["trainer.logger"].choices or ()) == set(PACKAGES)

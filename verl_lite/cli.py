@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_lite import algorithms, rewards
+from verl_lite import algorithms, rewards, rollout
 from verl_lite.config import (
     HUB_KEYS,
     PLUGIN_KEYS,
@@ -52,7 +52,7 @@ TABLES: dict[str, Mapping[str, str]] = {
     "actor_rollout_ref.actor.loss_agg_mode": algorithms.LOSS_AGGREGATIONS,
     "critic.loss_agg_mode": algorithms.LOSS_AGGREGATIONS,
     LOSS + "loss_mode": algorithms.POLICY_LOSSES,
-    "actor_rollout_ref.rollout.name": dict.fromkeys(("vllm", "hf"), ""),
+    "actor_rollout_ref.rollout.name": rollout.ENGINES,
     "reward.reward_manager.name": rewards.MANAGERS,
 }
 """Keys that name an entry of a table; those of PLUGIN_KEYS take an import path too."""

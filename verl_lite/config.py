@@ -48,7 +48,7 @@ def section(cls: Any) -> Any:
     return field(default_factory=cls)
 
 
-LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "file")
+LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "float": "float32"}
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
@@ -338,9 +338,11 @@ class FilterGroupsConfig:
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
     rollout_is: str | None = key(None, "importance weights actor/engine", choices=("token", "sequence"))
-    rollout_is_threshold: float = key(2.0, "largest weight", gt=0)
-    rollout_rs: str | None = key(None, "rejection of tokens or sequences far off", choices=("token", "sequence"))
-    rollout_rs_threshold: float | None = key(None, "ratio beyond which they go, null: rollout_is_threshold", gt=0)
+    rollout_is_threshold: float = key(2.0, "largest weight", ge=1)
+    rollout_rs: str | None = key(
+        None, "rejection of tokens or sequences far off", choices=("token", "sequence", "geometric")
+    )
+    rollout_rs_threshold: float | None = key(None, "ratio beyond which they go, null: rollout_is_threshold", ge=1)
 
 
 @dataclass(frozen=True)
