@@ -61,6 +61,15 @@ class Ranks:
                 process.kill()
 
 
+def all_gather(value: Any) -> list[Any]:
+    """What every rank has, by rank; called on all of them."""
+    import torch.distributed as dist
+
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     context: RankContext = init_process_group(rank, world_size, "127.0.0.1", port, "cpu", TIMEOUT_S)
     while True:

@@ -1,0 +1,86 @@
+"""What loading makes of a model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import OPTConfig, OPTForCausalLM
+
+from verl_lite.models.attention import PackedRows, packed_attention
+from verl_lite.models.loading import decoder_layers, load_causal_lm, load_value_model
+
+
+def test_weights_come_in_the_dtype_asked_for_and_tied_names_stay(tiny_model_path: str) -> None:
+    lm = load_causal_lm(tiny_model_path, dtype=torch.float64, packed=True, override_config={})
+    assert {parameter.dtype for parameter in lm.parameters()} == {torch.float64}
+    assert "lm_head.weight" in lm.state_dict()
+    assert len(decoder_layers(lm)) == 2
+
+
+def test_a_model_on_meta_has_the_same_names_and_no_storage(tiny_model_path: str) -> None:
+    real = load_causal_lm(tiny_model_path, dtype=torch.float32, packed=False, override_config={})
+    meta = load_causal_lm(tiny_model_path, dtype=torch.float32, packed=False, override_config={}, on_meta=True)
+    assert list(meta.state_dict()) == list(real.state_dict())
+    assert all(parameter.is_meta for parameter in meta.parameters())
+
+
+def test_override_config_replaces_fields_and_refuses_unknown_ones(tiny_model_path: str) -> None:
+    options = {"dtype": torch.float32, "packed": False}
+    lm = load_causal_lm(
+        tiny_model_path, override_config={"rms_norm_eps": 0.5, "attn_implementation": "eager"}, **options
+    )
+    assert lm.config.rms_norm_eps == 0.5
+    assert lm.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match=r"override_config: Qwen2Config has no rms_norm_epps .*qwen2 model"):
+        load_causal_lm(tiny_model_path, override_config={"rms_norm_epps": 0.5}, **options)
+
+
+def test_attention_that_cannot_pack_is_refused_with_the_way_out(tiny_model_path: str) -> None:
+    with pytest.raises(ValueError, match=r"attn_implementation=sdpa .*use_remove_padding=False"):
+        load_causal_lm(
+            tiny_model_path, dtype=torch.float32, packed=True, override_config={"attn_implementation": "sdpa"}
+        )
+    ones = torch.ones(1, 1, 2, 4)
+    with pytest.raises(ValueError, match=r"Linear does not hand .*use_remove_padding=False"):
+        packed_attention(torch.nn.Linear(1, 1), ones, ones, ones, None)
+
+
+def test_every_dropout_of_a_config_is_off(tmp_path: Path) -> None:
+    config = OPTConfig(
+        vocab_size=80, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16,
+        max_position_embeddings=16, dropout=0.3, attention_dropout=0.2, layerdrop=0.1,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(tmp_path)
+    lm = load_causal_lm(str(tmp_path), dtype=torch.float32, packed=False, override_config={})
+    assert (lm.config.dropout, lm.config.attention_dropout, lm.config.layerdrop) == (0.0, 0.0, 0.0)
+
+
+def test_a_value_head_starts_at_zero_unless_the_folder_has_one(tiny_model_path: str, tmp_path: Path) -> None:
+    options = {"dtype": torch.float32, "packed": False, "override_config": {}}
+    fresh = load_value_model(tiny_model_path, **options)
+    assert not fresh.score.weight.any() and not fresh.score.bias.any()
+
+    tensors = {f"model.{name}": tensor for name, tensor in fresh.backbone.state_dict().items()}
+    save_file(
+        {**tensors, "score.weight": torch.full_like(fresh.score.weight, 0.25)},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    (tmp_path / "config.json").write_text(json.dumps(fresh.backbone.config.to_dict()))
+    assert (load_value_model(str(tmp_path), **options).score.weight == 0.25).all()
+
+
+def test_rows_of_similar_length_share_a_bucket() -> None:
+    packed = PackedRows.from_lengths([5, 2, 7, 3], torch.device("cpu"))
+    # 2 and 3 (two bits) together, 5 and 7 (three bits) together; padding points at token 0.
+    assert [bucket.tolist() for bucket in packed.buckets] == [
+        [[5, 6, 0], [14, 15, 16]],
+        [[0, 1, 2, 3, 4, 0, 0], [7, 8, 9, 10, 11, 12, 13]],
+    ]
+    assert packed.offsets.tolist() == [0, 5, 7, 14, 17]
+    flat = torch.cat([bucket.flatten() for bucket in packed.buckets])
+    assert flat[packed.restore].tolist() == list(range(17))
