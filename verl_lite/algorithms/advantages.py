@@ -152,7 +152,7 @@ def gpg(inputs: AdvantageInputs) -> Advantages:
     groups = _Groups(inputs, "gpg")
     centred = groups.centred()
     varied = groups.valid & (groups.sum(centred.abs()) > 0)
-    return groups.spread(centred * (groups.valid.sum() / varied.sum().clamp(min=1)))
+    return groups.spread(centred * (groups.valid.sum().double() / varied.sum().clamp(min=1)))
 
 
 class _Groups:
@@ -216,7 +216,7 @@ def _rows(columns: Tensor) -> Tensor:
 
 def _decay(mask: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     """`factor` at trained tokens, 1 in the gaps."""
-    return torch.where(mask, factor, 1.0).to(dtype)
+    return torch.ones_like(mask, dtype=dtype).masked_fill_(mask, factor)
 
 
 def _scan_from_last(decays: Tensor, increments: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ def sapo(inputs: PolicyLossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.0
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"actor.policy_loss: tau_pos={tau_pos} and tau_neg={tau_neg} must be above 0.")
     tokens = _Tokens(inputs)
-    tau = torch.where(tokens.advantages > 0, tau_pos, tau_neg).to(tokens.log_probs.dtype)
+    tau = torch.full_like(tokens.advantages, tau_neg).masked_fill(tokens.advantages > 0, tau_pos)
     gate = 4 / tau * torch.sigmoid(tau * (tokens.log_ratio.exp() - 1))
     return tokens.outputs(-tokens.advantages * gate)
 
@@ -260,7 +260,8 @@ def row_keys(input_ids: Tensor, *, seed: int = 0) -> Tensor:
 
 
 def _mix(numbers: Tensor) -> Tensor:
-    """Scramble int64 numbers (splitmix64's finaliser, S. Vigna; multiplication wraps, shifts keep the sign)."""
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        numbers = (numbers ^ (numbers >> shift)) * factor
-    return numbers ^ (numbers >> 31)
+    """Scramble int64 numbers, one to one: splitmix64's finaliser (S. Vigna); multiplication wraps."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+        logical = (numbers >> shift) & ((1 << (64 - shift)) - 1)  # torch shifts the sign in
+        numbers = (numbers ^ logical) * factor
+    return numbers

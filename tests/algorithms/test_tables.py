@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from verl_lite import algorithms
+from verl_lite.plugins import resolve
+
+TABLES = {
+    name: getattr(algorithms, name)
+    for name in ("ADVANTAGE_ESTIMATORS", "POLICY_LOSSES", "VALUE_LOSSES", "KL_ESTIMATORS", "LOSS_AGGREGATIONS")
+}
+
+
+@pytest.mark.parametrize(("table", "name"), [(t, n) for t, entries in TABLES.items() for n in entries])
+def test_every_entry_is_a_function_with_a_formula_above_it(table: str, name: str) -> None:
+    function = resolve(name, TABLES[table], key=table)
+    assert callable(function)
+    if not name.endswith("+"):  # these are made of the ones without
+        assert function.__doc__
+
+
+def test_facts_speak_of_known_names() -> None:
+    estimators = algorithms.ADVANTAGE_ESTIMATORS.keys()
+    assert estimators >= algorithms.ESTIMATORS_WITH_CRITIC
+    assert estimators >= algorithms.ESTIMATORS_WITH_GREEDY_BASELINE
+    assert estimators >= algorithms.ESTIMATORS_WITH_GROUPS
+    assert algorithms.POLICY_LOSSES.keys() >= algorithms.LOSSES_PER_SEQUENCE.keys()
+    assert set(algorithms.LOSSES_PER_SEQUENCE.values()) <= algorithms.LOSS_AGGREGATIONS.keys()
+
+
+def test_tables_plugins_and_schedule_load_no_torch() -> None:
+    code = (
+        "import sys, verl_lite.algorithms, verl_lite.plugins, verl_lite.algorithms.lr_schedule;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
