@@ -121,6 +121,13 @@ class Engine(Protocol):
         ...
 
 
+def check_part(update: WeightUpdate, expected: int) -> int:
+    """Refuse a part out of order; returns the number of the part to come after this one."""
+    if update.part != expected:
+        raise ValueError(f"weights version {update.version}: got part {update.part}, expected {expected}")
+    return 0 if update.last else expected + 1
+
+
 def check_requests(requests: Sequence[GenerationRequest], sampling: SamplingOptions, max_model_len: int) -> None:
     """Refuse what an engine would cut off silently."""
     for request in requests:

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from verl_lite.rollout.engine import Completion, EngineSettings, GenerationRequest, SamplingOptions, check_requests
+from verl_lite.rollout.engine import (
+    Completion,
+    EngineSettings,
+    GenerationRequest,
+    SamplingOptions,
+    check_part,
+    check_requests,
+)
 from verl_lite.rollout.weight_transfer import WeightUpdate, read_part
 
 
@@ -24,6 +31,7 @@ class HfEngine:
             )
         self.settings = settings
         self.weight_version: int | None = None
+        self._next_part = 0
         self._loaded: set[str] = set()
         self._device = torch.device(settings.device)
         self._tokenizer: Any = None
@@ -108,6 +116,7 @@ class HfEngine:
         raise ValueError("the hf engine takes its weights through the shm transfer, which needs no meeting")
 
     def update_weights(self, update: WeightUpdate, *, timeout_s: float) -> None:
+        self._next_part = check_part(update, self._next_part)
         tensors = read_part(**update.payload)
         unexpected = self._model.load_state_dict(tensors, strict=False).unexpected_keys
         self._loaded = (self._loaded if update.part else set()) | set(tensors)

@@ -16,7 +16,14 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from verl_lite.rollout.engine import Completion, EngineSettings, GenerationRequest, SamplingOptions, check_requests
+from verl_lite.rollout.engine import (
+    Completion,
+    EngineSettings,
+    GenerationRequest,
+    SamplingOptions,
+    check_part,
+    check_requests,
+)
 from verl_lite.rollout.weight_transfer import WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -109,10 +116,9 @@ class VllmEngine:
         self._run(call, timeout_s, "meet the trainer")
 
     def update_weights(self, update: WeightUpdate, *, timeout_s: float) -> None:
-        if update.part != self._next_part:
-            raise ValueError(f"weights version {update.version}: got part {update.part}, expected {self._next_part}")
+        following = check_part(update, self._next_part)
         self._run(self._update(update), timeout_s, f"take part {update.part} of weights version {update.version}")
-        self._next_part = 0 if update.last else update.part + 1
+        self._next_part = following
         if update.last:
             self.weight_version = update.version
 
@@ -137,7 +143,8 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         async def stop() -> None:
-            self._llm.shutdown()
+            self._llm.shutdown(timeout=0)
+            self._llm = None
 
         self._run(stop(), 60, "shut down")
         self._loop.call_soon_threadsafe(self._loop.stop)
