@@ -1,4 +1,4 @@
-"""Your own policy loss, in one file outside the package:
+r"""Your own policy loss, in one file outside the package:
 
 python -m verl_lite.main_ppo --config-name quickstart \
     actor_rollout_ref.actor.policy_loss.loss_mode=examples/custom_policy_loss.py:quadratic_penalty \

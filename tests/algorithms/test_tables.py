@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +38,9 @@ def test_tables_plugins_and_schedule_load_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("table", ["ADVANTAGE_ESTIMATORS", "POLICY_LOSSES", "KL_ESTIMATORS", "LOSS_AGGREGATIONS"])
+def test_every_name_stands_in_the_docs(table: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    assert [name for name in TABLES[table] if f"`{name.removesuffix('+')}`" not in text] == []

@@ -4,7 +4,7 @@ import pytest
 import ragged
 import torch
 
-from verl_lite.algorithms.value_losses import ValueLossInputs, clipped, explained_variance
+from verl_lite.algorithms.value_losses import ValueLossInputs, clipped
 
 
 def one_token(value: float, old: float, ret: float) -> ValueLossInputs:
@@ -59,11 +59,3 @@ def test_gradcheck_and_only_values_get_a_gradient() -> None:
     )
     clipped(ValueLossInputs(values, old, ret, ragged.mask()), cliprange_value=0.5).losses.sum().backward()
     assert values.grad.any() and old.grad is None and ret.grad is None
-
-
-def test_explained_variance_by_hand() -> None:
-    returns, mask = torch.tensor([[1.0, 3, 9]]), torch.tensor([[1, 1, 0]])
-    assert explained_variance(torch.tensor([[1.0, 3, 0]]), returns, mask) == 1
-    assert explained_variance(torch.tensor([[7.0, 7, 0]]), returns, mask) == 0
-    assert explained_variance(torch.tensor([[1.0, 2, 0]]), returns, mask) == 0.75  # errors 0, 1: 1 - 0.5 / 2
-    assert explained_variance(torch.zeros(1, 3), torch.ones(1, 3), mask) == 0  # nothing to explain

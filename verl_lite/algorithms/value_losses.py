@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verl_lite.algorithms.aggregate import masked_var
-
 
 @dataclass(frozen=True)
 class ValueLossInputs:
@@ -40,12 +38,3 @@ def clipped(inputs: ValueLossInputs, *, cliprange_value: float) -> ValueLossOutp
         losses.where(mask, 0.0),
         {"vf_clipfrac": ((held > free) & mask).to(losses.dtype), "vpred_mean": values.detach()},
     )
-
-
-def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> float:
-    """1 - var(returns - values) / var(returns) over response tokens: 1 perfect, 0 no better than a constant.
-
-    `critic/vf_explained_var`; 0 where the returns do not vary.
-    """
-    total = float(masked_var(returns, response_mask))
-    return 1 - float(masked_var(returns - values, response_mask)) / total if total > 0 else 0.0
