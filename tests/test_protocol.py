@@ -270,6 +270,8 @@ def test_union_of_a_key_with_other_values_is_an_error_naming_it(other: DataProto
 def test_union_of_different_row_counts_is_an_error() -> None:
     with pytest.raises(ValueError, match="4 rows with 2 rows"):
         four_rows().union(objects_only(2))
+    with pytest.raises(ValueError, match="4 rows with 2 rows"):
+        four_rows().select([], []).union(objects_only(2))
 
 
 def test_select_keeps_what_is_named_and_everything_where_nothing_is() -> None:
@@ -298,8 +300,9 @@ def test_rename_refuses_unknown_names_and_clashes() -> None:
     assert swapped.batch["ids"].dtype == torch.bool
     with pytest.raises(KeyError, match="idz"):
         four_rows().rename({"idz": "x"})
-    with pytest.raises(ValueError, match="flag"):
-        four_rows().rename({"ids": "flag"})
+    for other in ("flag", "uid"):
+        with pytest.raises(ValueError, match=f"'ids': '{other}'.*two columns would have one name"):
+            four_rows().rename({"ids": other})
 
 
 # --- rows again: repeat, reorder, pad -------------------------------------------------------------------------------
