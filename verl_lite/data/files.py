@@ -58,7 +58,7 @@ def read_rows(path: str) -> Sequence[Row]:
 
 
 def make_row(
-    data_source: str, question: str, ground_truth: str, *, ability: str, split: str, index: int, **extra_info: Any
+    data_source: str, question: str, ground_truth: str, /, *, ability: str, split: str, index: int, **extra_info: Any
 ) -> Row:
     """One prompt in verl's columns: the question as a user's message, the answer for a rule to check."""
     return {

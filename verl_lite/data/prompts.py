@@ -1,7 +1,4 @@
-"""From chat messages to token ids: the tokenizer, the chat template, and encoding in several processes.
-
-`python -m verl_lite.data.prompts` is the encoding process: one pickled job on stdin, one pickled answer on stdout.
-"""
+"""From chat messages to token ids: the tokenizer, the chat template, and encoding in several processes."""
 
 from __future__ import annotations
 
@@ -178,9 +175,11 @@ def _encode_chunk(
 
 
 def _encode_in_process(job: tuple) -> Any:
+    # A plain child process, not multiprocessing, which would import the driver's main module again.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from verl_lite.data.prompts import encode_job; encode_job()"
     process = subprocess.run(
-        [sys.executable, "-m", "verl_lite.data.prompts"], input=pickle.dumps(job), stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false"},
+        [sys.executable, "-c", code], input=pickle.dumps(job), stdout=subprocess.PIPE,
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         timeout=ENCODING_TIMEOUT_S, check=False,
     )  # fmt: skip
     if process.returncode != 0:
@@ -191,7 +190,8 @@ def _encode_in_process(job: tuple) -> Any:
     return pickle.loads(process.stdout)
 
 
-def _main() -> None:
+def encode_job() -> None:
+    """What an encoding process does: one pickled job from stdin, one pickled answer to stdout."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a print in a tokenizer's code must not end up in the answer
     job = pickle.load(sys.stdin.buffer)
@@ -201,7 +201,3 @@ def _main() -> None:
         answer = error
     with answers:
         pickle.dump(answer, answers, protocol=5)
-
-
-if __name__ == "__main__":
-    _main()

@@ -6,6 +6,7 @@ numbers relative to their size.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[-+0-9\\.−$]))")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|[-+]?\.[0-9]+")
+_FRACTION = re.compile(r"([-+]?)\s*(?:\\frac\s*\{([0-9]+)\}\s*\{([0-9]+)\}|([0-9]+)\s*/\s*([0-9]+))")
 _UNBRACED = re.compile(r"[^\s$,;]+")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _TIME = re.compile(r"[0-9]{1,2}:[0-9]{2}")
@@ -52,8 +54,9 @@ def is_equivalent(answer: str, truth: str) -> bool:
     answer, truth = _normalise(answer), _normalise(truth)
     if _squeeze(answer) == _squeeze(truth):
         return True
-    if _NUMBER.fullmatch(answer) and _NUMBER.fullmatch(truth):
-        return Fraction(answer.replace(",", "")) == Fraction(truth.replace(",", ""))
+    rational_answer, rational_truth = _rational(answer), _rational(truth)
+    if rational_answer is not None and rational_truth is not None:
+        return rational_answer == rational_truth
     if _is_text(truth):
         return _as_text(answer) == _as_text(truth)
     if len(answer) > MAX_ANSWER_CHARACTERS or _is_text(answer) or not _safe(answer):
@@ -102,17 +105,36 @@ def _safe(answer: str) -> bool:
     )
 
 
+def _rational(text: str) -> Fraction | None:
+    """The value of a plain number or a fraction of whole numbers: most answers, and no work for sympy."""
+    match = _FRACTION.fullmatch(text)
+    if match is not None:
+        numerator, denominator = (int(match[i] or match[i + 2]) for i in (2, 3))
+        return (-1 if match[1] == "-" else 1) * Fraction(numerator, denominator) if denominator else None
+    return Fraction(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
+
+
 def _verify(answer: str, truth: str) -> bool:
     # Imported here: sympy takes a second, and only mathematics needs it.
-    from math_verify import parse, verify
+    from math_verify import verify
+    from math_verify.errors import TimeoutException
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # what cannot be parsed is wrong, not worth a log line
     limit = SYMPY_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
-    parsed_truth = parse(f"\\boxed{{{truth}}}", parsing_timeout=limit)
-    parsed_answer = parse(f"\\boxed{{{answer}}}", parsing_timeout=limit)
+    try:
+        parsed_truth, parsed_answer = _parse(truth, limit), _parse(answer, limit)
+    except (Exception, TimeoutException):  # the parser raises whatever it likes on what a model may write
+        return False
     if not verify(parsed_truth, parsed_answer, timeout_seconds=limit):
         return False
     return _close(parsed_truth[0], parsed_answer[0])
+
+
+@functools.lru_cache(4096)  # parsing takes 20 ms, and the responses to one prompt share the truth and many answers
+def _parse(text: str, limit: int | None) -> list[Any]:
+    from math_verify import parse
+
+    return parse(f"\\boxed{{{text}}}", parsing_timeout=limit, raise_on_error=True)
 
 
 def _close(truth: Any, answer: Any) -> bool:
