@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
 
 from verl_lite.distributed import watchdog
 
@@ -35,15 +36,19 @@ class RayDied(RuntimeError):
     """A Ray daemon is gone; by itself Ray would leave the driver waiting."""
 
 
-def check_alive() -> None:
-    """Raise `RayDied` when a daemon of the embedded Ray has ended."""
+def check_alive(phase: str) -> None:
+    """Raise `RayDied` when a daemon of the embedded Ray has ended; `phase` is what was waited for."""
     for name, pid in _daemons.items():
         try:
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
             ended = True
         if ended:
-            raise RayDied(f"Ray's {name} (pid {pid}) died; its logs will be in logs/ray of the run folder")
+            raise RayDied(f"Ray's {name} (pid {pid}) died during {phase}; its logs will be in logs/ray")
+
+
+def _log_ray_message(message: Mapping[str, Any], *_: Any, **__: Any) -> None:
+    logging.getLogger("ray").info("%s: %s", message["pid"], "\n".join(message["lines"]))
 
 
 def num_cores() -> int:
@@ -144,6 +149,7 @@ class RayCluster:
                 RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # any system: else Ray turns loopback into the host's address
                 RAY_worker_niceness="0",  # else workers start at nice 15, behind whoever shares the machine
                 RAY_enable_metrics_collection="0",
+                SPT_NOENV="1",  # else a process that Ray renames shows its name in place of the run's id
                 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # a rollout replica asks Ray for no GPU but has some
             )
             ray_constants.ENABLE_RAY_CLUSTER = False  # the same for this process, which has read the variable already
@@ -162,6 +168,7 @@ class RayCluster:
 
     def _hold(self, options: Mapping[str, Any]) -> None:
         # One thread from the start to the end: Ray's daemons ask the kernel to end with the thread that made them.
+        ray_worker.print_to_stdstream = _log_ray_message  # it has no setting that keeps these off the console
         try:
             ray.init(**options)
         except BaseException as error:  # re-raised in `wait`
@@ -178,7 +185,7 @@ class RayCluster:
                 raise TimeoutError(f"Ray {where} did not answer within trainer.start_timeout_s={self._timeout_s:g} s")
         if self._error is not None:
             where = f"at {self.address}" if self.address else "on this machine"
-            raise RuntimeError(f"Ray {where} cannot be used: {self._error}") from self._error
+            raise ConnectionError(f"Ray {where} cannot be used: {self._error}") from self._error
         if self.address is None:
             for child in psutil.Process().children():
                 if child.name() in ("raylet", "gcs_server"):

@@ -230,7 +230,7 @@ class _Hosts:
         failures: dict[int, _Failure | RayError] = {}
         waiting = list(references)
         while waiting:
-            cluster.check_alive()
+            cluster.check_alive(f"{role}: {what}")
             timeout_s = min(POLL_S, deadline - time.monotonic())
             if timeout_s <= 0:
                 break
@@ -276,7 +276,9 @@ class _Hosts:
             details = failure.traceback
         else:
             happened = "died" if isinstance(failure, RayActorError) else f"was lost to {type(failure).__name__}"
-            details = f"{failure}\n{self._log_tail(rank)}"
+            reason = str(failure).partition(" Some common causes")[0]  # advice about `ray stop` and other clusters
+            reason = "\n".join(line for line in reason.splitlines() if not line.startswith("\t"))
+            details = f"{reason}\n{self._log_tail(rank)}"
         if others:
             details = f"{details.rstrip()}\n(rank {', '.join(map(str, others))} failed too)"
         return WorkerError(happened, details=details, **self._who(role, rank, what))

@@ -1,0 +1,206 @@
+"""`python -m verl_lite.main_ppo [--config-name NAME] key=value …`: train.
+
+Compose and check the config, print the plan, read the data while Ray starts, then `trainer.ppo.run`. Whatever ends the
+run, none of its processes is left. Exit codes: 0 done, 2 refused before start, 130 interrupted, 1 any other failure.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from verl_lite.batching import BatchPlan
+from verl_lite.cli import ConfigError
+from verl_lite.config import Config, check_files, redacted
+from verl_lite.plan import compose_plan
+from verl_lite.tracking import check_loggers
+
+logger = logging.getLogger(__name__)
+
+DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+CLEANUP_S = 25.0  # from the first Ctrl-C to the shell, at the latest
+BYTES_PER_TOKEN = 48  # of a batch: three columns of 8 bytes, six of 4
+MIN_STORE_BYTES = 512 << 20
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command line; its exit code."""
+    try:
+        composed, plan = compose_plan(argv)
+        config = composed.config
+        problems = check_files(config)
+        try:
+            check_loggers(config.trainer.logger)
+        except ValueError as error:
+            problems.append(str(error))
+        if problems:
+            raise ConfigError(problems)
+    except ConfigError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return REFUSED
+    for warning in composed.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(plan.table(), flush=True)
+    return _run(config, plan)
+
+
+def _run(config: Config, plan: BatchPlan) -> int:
+    from verl_lite.distributed.cluster import RayCluster, Watchdog, check_machine  # Ray, only once the config is good
+
+    ray_init = config.ray_kwargs.ray_init
+    if not (ray_init.address or os.environ.get("RAY_ADDRESS")):
+        errors, warnings = check_machine(config.num_slots, config.trainer.device)
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        if errors:
+            print(f"refused: {'; '.join(errors)}", file=sys.stderr)
+            return REFUSED
+    run_dir = Path(config.trainer.run_dir)
+    log_dir = run_dir / "logs"
+    log_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.json").write_text(json.dumps(redacted(config), indent=2, default=str))
+    (run_dir / "plan.json").write_text(json.dumps(plan.to_json(), indent=2, ensure_ascii=False))
+    with _Signals() as signals, (log_dir / "driver.log").open("a") as log:
+        console = _log_to(log)
+        watchdog = Watchdog(log_dir)
+        cluster: RayCluster | None = None
+        started = False
+        try:
+            cluster = RayCluster(
+                num_slots=config.num_slots,
+                ray_dir=watchdog.ray_dir,
+                timeout_s=config.trainer.start_timeout_s,
+                address=ray_init.address,
+                num_cpus=ray_init.num_cpus,
+                runtime_env=ray_init.runtime_env,
+                object_store_bytes=_object_store_bytes(config, plan),
+            )
+            # Only now, while Ray starts: torch and transformers take seconds.
+            from verl_lite.trainer.ppo import run
+            from verl_lite.trainer.setup import load_data
+
+            data = load_data(config)
+            cluster.wait()
+            from verl_lite.distributed.placement import ResourcePool
+
+            pool = ResourcePool(
+                num_nodes=config.trainer.nnodes,
+                slots_per_node=config.trainer.n_gpus_per_node,
+                device=config.trainer.device,
+                timeout_s=config.trainer.start_timeout_s,
+            )
+            started = True
+            run(config, plan, data, pool, log_dir)
+            code = DONE
+        except BaseException as error:
+            if signals.received is not None or isinstance(error, KeyboardInterrupt):
+                name = signal.Signals(signals.received or signal.SIGINT).name
+                print(f"\nstopped by {name}: ending the run's processes (again: at once)", file=console)
+                code = signals.exit_code
+            else:
+                code = _report(error, started, console, log_dir)
+        finally:
+            if cluster is not None:
+                cluster.close()
+            watchdog.finish()
+        return code
+
+
+def _report(error: BaseException, started: bool, console: TextIO, log_dir: Path) -> int:
+    """Say what went wrong; the traceback goes to the log when the message says it all."""
+    from verl_lite.distributed.cluster import RayDied
+    from verl_lite.distributed.worker_group import WorkerError
+
+    logger.error("the run failed", exc_info=error, extra={"log_only": True})
+    if not started and isinstance(error, (ValueError, TypeError, OSError)) and not isinstance(error, TimeoutError):
+        print(f"refused: {error}", file=console)
+        return REFUSED
+    if not isinstance(error, (WorkerError, RayDied, TimeoutError)):
+        traceback.print_exception(error, file=console)
+    else:
+        print(f"failed: {type(error).__name__}: {error}", file=console)
+    print(f"logs: {log_dir}", file=console)
+    return FAILED
+
+
+class _Signals:
+    """Turns SIGINT, SIGTERM and SIGHUP into a KeyboardInterrupt; the second one ends the process at once.
+
+    Only KeyboardInterrupt passes through Ray's waits in one piece. What the process can't end itself in time, the
+    watchdog ends.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            os._exit(self.exit_code)
+        self.received = number
+        # A library may swallow the exception, or hang while the run is taken down.
+        limit = threading.Timer(CLEANUP_S, os._exit, (self.exit_code,))
+        limit.daemon = True
+        limit.start()
+        raise KeyboardInterrupt
+
+    @property
+    def exit_code(self) -> int:
+        return INTERRUPTED if self.received in (None, signal.SIGINT) else FAILED
+
+
+def _log_to(log: TextIO) -> TextIO:
+    """Send standard error, of libraries in C too, and all logging to `log`; return the console's standard error.
+
+    Lines that this package logs also go to the console.
+    """
+    console = os.fdopen(os.dup(2), "w", buffering=1)
+    sys.stderr.flush()
+    os.dup2(log.fileno(), 2)
+    logging.captureWarnings(True)
+    logging.basicConfig(
+        stream=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
+    )
+    ours = logging.getLogger("verl_lite")
+    ours.handlers = [_ConsoleHandler()]
+    return console
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints through `sys.stdout` as it is at that moment: a progress bar puts itself there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "log_only" not in record.__dict__:
+            prefix = "warning: " if record.levelno >= logging.WARNING else ""
+            print(prefix + record.getMessage(), flush=True)
+
+
+def _object_store_bytes(config: Config, plan: BatchPlan) -> int:
+    """Room for a few copies of a step's batch at its longest."""
+    tokens = plan.actor.sequences * (config.data.max_prompt_length + config.data.max_response_length)
+    return max(MIN_STORE_BYTES, 6 * tokens * BYTES_PER_TOKEN)
+
+
+if __name__ == "__main__":
+    exit_code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(exit_code)  # at once: what libraries do at exit can hang or fail after the work is done
