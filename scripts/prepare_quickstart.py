@@ -128,7 +128,7 @@ def warm_start(model: Any, train: Any, validation: Any, seed: int) -> float:
         if step % check_every:
             continue
         accuracy = greedy_accuracy(model, validation)
-        print(f"  step {step:4d}  loss {float(loss):.3f}  validation accuracy {accuracy:.3f}", flush=True)
+        print(f"  step {step:4d}  loss {loss.item():.3f}  validation accuracy {accuracy:.3f}", flush=True)
         if TARGET_ACCURACY[0] <= accuracy <= TARGET_ACCURACY[1]:
             return accuracy
         if accuracy > TARGET_ACCURACY[1]:
@@ -204,6 +204,7 @@ def main() -> int:
             print(f"quickstart model and data: already there ({folder}, accuracy {facts['validation_accuracy']:.3f})")
             return 0
 
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # actively waiting threads crawl on a busy machine
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

@@ -1,0 +1,357 @@
+"""The driver's loop. `PPOTrainer.step` is the whole algorithm, top to bottom; the driver never touches a model."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from verl_lite.algorithms import ADVANTAGE_ESTIMATORS
+from verl_lite.algorithms.advantages import AdvantageInputs, group_ids
+from verl_lite.algorithms.aggregate import MiniBatchTotals, masked_mean
+from verl_lite.algorithms.correction import correct_rollout, rollout_probs_diff
+from verl_lite.algorithms.kl import apply_kl_penalty, make_kl_controller
+from verl_lite.algorithms.lr_schedule import learning_rate
+from verl_lite.batching import BatchPlan, PassPlan, UpdatePlan
+from verl_lite.config import Config, OptimConfig, redacted
+from verl_lite.data.sampler import Sampler, validation_batches
+from verl_lite.distributed.placement import ResourcePool
+from verl_lite.distributed.worker_group import WorkerGroup, phase
+from verl_lite.plugins import pick_options, resolve
+from verl_lite.protocol import DataProto
+from verl_lite.rewards.managers import RewardManager, build_manager
+from verl_lite.rewards.pool import RewardPool
+from verl_lite.tracking import Tracking
+from verl_lite.trainer.metrics import (
+    compute_data_metrics,
+    compute_memory_metrics,
+    compute_seqlen_metrics,
+    compute_throughput_metrics,
+    compute_timing_metrics,
+    validation_metrics,
+)
+from verl_lite.trainer.samples import read_samples, write_samples
+from verl_lite.trainer.setup import TrainingData, Workers, reward_function, start_workers
+from verl_lite.workers.actor import ActorWorker
+from verl_lite.workers.critic import CriticWorker
+from verl_lite.workers.ref import RefWorker
+from verl_lite.workers.rollout import RolloutWorker, join_batches
+from verl_lite.workers.update import MiniBatchResult, UpdateSummary, summarise_updates
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config, plan: BatchPlan, data: TrainingData, pool: ResourcePool, log_dir: Path) -> None:
+    """Start the workers on `pool`, train, and end what was started."""
+    trainer = config.trainer
+    with contextlib.ExitStack() as stack:
+        reward_pool = stack.enter_context(
+            RewardPool(
+                reward_function(config),
+                num_workers=config.reward.num_workers,
+                timeout_s=config.reward.timeout_s,
+                on_error=config.reward.on_error,
+                log_path=str(log_dir / "reward.log"),
+            )
+        )
+        reward_pool.start()
+        rewards = build_manager(
+            config.reward, reward_pool, data.tokenizer, max_response_length=config.data.max_response_length
+        )
+        workers = start_workers(config, data, pool, log_dir)
+        stack.callback(workers.close)
+        tracking = Tracking(
+            trainer.logger,
+            trainer.run_dir,
+            trainer.project_name,
+            trainer.experiment_name,
+            redacted(config),
+            total_steps=data.total_training_steps,
+            updates_per_step=plan.optimizer_steps,
+        )
+        stack.callback(tracking.finish)
+        PPOTrainer(config, plan, data, workers, rewards, tracking).fit()
+
+
+class PPOTrainer:
+    """One run over worker groups that are up."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: BatchPlan,
+        data: TrainingData,
+        workers: Workers,
+        rewards: RewardManager,
+        tracking: Tracking,
+    ) -> None:
+        self.config, self.plan, self.data = config, plan, data
+        self.workers, self.rewards, self.tracking = workers, rewards, tracking
+        self.sampler = Sampler(len(data.train), config.data.train_batch_size, config.data.shuffle, config.data.seed)
+        self.estimator = resolve(config.algorithm.adv_estimator, ADVANTAGE_ESTIMATORS, key="algorithm.adv_estimator")
+        self.kl_controller = make_kl_controller(**vars(config.algorithm.kl_ctrl))
+        self.global_step = 0  # the training step being made
+        self.skipped_in_a_row = {"actor": 0, "critic": 0}
+        self.timing: dict[str, float] = {}
+
+    def fit(self) -> None:
+        """Train to the last step; validate and log where the config says so."""
+        trainer, last_step = self.config.trainer, self.data.total_training_steps
+        if self.data.val is not None and (trainer.val_before_train or trainer.val_only):
+            self.tracking.log(self.validate(), step=0)
+        while not trainer.val_only and self.global_step < last_step:
+            self.global_step += 1
+            with self.timed("step"):
+                epoch, rows = self.sampler.next()
+                batch, metrics = self.step(self.data.train.batch(rows, epoch))
+            metrics |= {"training/global_step": self.global_step, "training/epoch": epoch}
+            if self.data.val is not None and is_due(trainer.test_freq, self.global_step, last_step):
+                metrics |= self.validate()
+            self.tracking.log(metrics | self.describe(batch), step=self.global_step)
+
+    def step(self, prompts: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """One training step: sample responses, score them, estimate advantages, update, hand the weights over."""
+        workers, plan, seed = self.workers, self.plan, self.shuffle_seed()
+        with self.timed("gen"):
+            batch = self.generate(prompts)
+        with self.timed("reward"):
+            batch, metrics = self.score(batch)
+        with self.timed("old_log_prob"):
+            batch = forward(workers.actor, ActorWorker.compute_log_probs, batch, plan.forward_pass("old_log_probs"))
+        if workers.ref is not None:
+            with self.timed("ref"):
+                batch = forward(workers.ref, RefWorker.compute_log_probs, batch, plan.forward_pass("ref_log_probs"))
+        if workers.critic is not None:
+            with self.timed("values"):
+                batch = forward(workers.critic, CriticWorker.compute_values, batch, plan.forward_pass("values"))
+        with self.timed("adv"):
+            batch, more = self.compute_advantages(batch)
+            metrics |= more
+        if workers.critic is not None:
+            assert plan.critic is not None, "a critic is planned where one exists"
+            with self.timed("update_critic"):
+                rate = self.learning_rate(self.config.critic.optim)
+                results = update(workers.critic, CriticWorker.update, batch, plan.critic, lr=rate, seed=seed)
+            metrics |= self.account("critic", results, rate)
+        if self.global_step > self.config.trainer.critic_warmup:
+            with self.timed("update_actor"):
+                rate = self.learning_rate(self.config.actor_rollout_ref.actor.optim)
+                results = update(workers.actor, ActorWorker.update, batch, plan.actor, lr=rate, seed=seed)
+            metrics |= self.account("actor", results, rate)
+            with self.timed("update_weights"):
+                self.send_weights()
+        return batch, metrics
+
+    def validate(self) -> dict[str, float]:
+        """Answer every validation prompt with the current weights; `val-core/…` and `val-aux/…`."""
+        val, data, samples = self.data.val, self.config.data, []
+        assert val is not None, "asked only where there are validation files"
+        with self.timed("testing"):
+            for rows in validation_batches(
+                len(val), data.val_batch_size, shuffle=data.validation_shuffle, seed=data.seed
+            ):
+                batch = self.generate(val.batch(rows, 0), validate=True)
+                samples += read_samples(batch, self.rewards.score(batch), self.data.tokenizer)
+        if self.config.trainer.validation_data_dir is not None:
+            write_samples(samples, self.config.trainer.validation_data_dir, self.global_step)
+        for sample in samples[: self.config.trainer.log_val_generations]:
+            logger.info("  %s", sample.line())
+        return validation_metrics(samples)
+
+    def generate(self, prompts: DataProto, *, validate: bool = False) -> DataProto:
+        """Every prompt with its responses, prompt after prompt; the engines share the prompts."""
+        rollout = self.workers.rollout
+        shards = prompts.chunk(rollout.dp_size)
+        parts = rollout.map(RolloutWorker.generate, shards, validate=validate, step=self.global_step)
+        return join_batches(parts, pad_token_id=self.data.tokenizer.pad_token_id)
+
+    def score(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Adds `token_level_scores` and what else the reward function returned."""
+        rewards = self.rewards.score(batch)
+        columns = DataProto.from_dict({"token_level_scores": rewards.token_level_scores}, rewards.columns)
+        # A response without a score takes part in nothing: not in its group's mean, not in the loss.
+        mask = batch.batch["response_mask"] * rewards.scored[:, None]
+        return with_tensors(batch, response_mask=mask).union(columns), rewards.metrics
+
+    def compute_advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Adds `token_level_rewards`, `advantages`, `returns` and, where the correction weighs, `rollout_weights`."""
+        algorithm, columns = self.config.algorithm, batch.batch
+        metrics: dict[str, float] = {}
+        mask, rewards = columns["response_mask"], columns["token_level_scores"]
+        if algorithm.use_kl_in_reward:
+            coefficient = self.kl_controller.kl_coef
+            rewards, kl = apply_kl_penalty(
+                rewards, columns["old_log_probs"], columns["ref_log_probs"], mask,
+                kl_coef=coefficient, name=algorithm.kl_penalty,
+            )  # fmt: skip
+            self.kl_controller.update(kl, len(batch))
+            metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
+        inputs = AdvantageInputs(
+            rewards,
+            mask,
+            group_ids(batch.non_tensor_batch["uid"]),
+            columns.get("values"),
+            columns.get("baseline_scores"),
+        )
+        estimated = self.estimator(inputs, **pick_options(self.estimator, vars(algorithm)))
+        added = {"token_level_rewards": rewards, "advantages": estimated.advantages, "returns": estimated.returns}
+        if "rollout_log_probs" in columns.keys():  # noqa: SIM118
+            log_probs = columns["old_log_probs"], columns["rollout_log_probs"]
+            correction = correct_rollout(*log_probs, mask, **vars(algorithm.rollout_correction))
+            metrics |= correction.metrics | rollout_probs_diff(*log_probs, mask)
+            added["response_mask"] = correction.response_mask
+            if correction.weights is not None:
+                added["rollout_weights"] = correction.weights
+        return with_tensors(batch, **added), metrics
+
+    def send_weights(self) -> None:
+        """Hand the actor's weights to the engines, part by part; they answer with the version they hold."""
+        actor, rollout = self.workers.actor, self.workers.rollout
+        rollout.call(RolloutWorker.wake_up, "weights")
+        part, versions = actor.call(ActorWorker.publish_weights, self.global_step)[0], []
+        while part is not None:
+            receiving = rollout.start_call(RolloutWorker.update_weights, part)
+            part = actor.call(ActorWorker.next_weights)[0]
+            versions = receiving.result()
+        actor.call(ActorWorker.release_weights)
+        rollout.call(RolloutWorker.wake_up, "kv_cache")
+        assert set(versions) == {self.global_step}, f"engines hold versions {versions}, not {self.global_step}"
+
+    def account(self, role: str, results: list[list[list[MiniBatchResult]]], rate: float) -> dict[str, float]:
+        """The metrics of an update, after making sure that it made the steps the plan says."""
+        plan = self.plan.actor if role == "actor" else self.plan.critic
+        assert plan is not None, "planned where it exists"
+        summary = summarise_updates(results)
+        made = summary.done + len(summary.skipped) + summary.empty
+        if made != plan.optimizer_steps:
+            raise RuntimeError(
+                f"step {self.global_step}: the {role} made {summary.done} optimizer steps, skipped "
+                f"{len(summary.skipped)} and had {summary.empty} without a token, together {made}; the plan says "
+                f"{plan.optimizer_steps}. This is a fault of verl_lite: please report it with the plan"
+            )
+        self._stop_if_skipping(role, summary, plan)
+        metrics = {f"{role}/{name}": value for name, value in {**summary.metrics, "lr": rate}.items()}
+        if role == "critic":
+            return metrics | {"training/critic_optimizer_steps": summary.done}
+        return metrics | {
+            "actor/ppo_kl_first": summary.first.get("ppo_kl", 0.0),
+            "training/optimizer_steps": summary.done,
+            "training/skipped_steps": len(summary.skipped),
+            "training/empty_steps": summary.empty,
+        }
+
+    def _stop_if_skipping(self, role: str, summary: UpdateSummary, plan: UpdatePlan) -> None:
+        limit = self.config.trainer.max_skipped_steps
+        for index in range(plan.optimizer_steps):
+            self.skipped_in_a_row[role] = self.skipped_in_a_row[role] + 1 if index in summary.skipped else 0
+            if self.skipped_in_a_row[role] > limit:
+                raise RuntimeError(
+                    f"step {self.global_step}: more than trainer.max_skipped_steps={limit} {role} updates in a row "
+                    "had a gradient that is not finite; look at the rewards and at actor/grad_norm of the steps "
+                    "before, lower the learning rate, or compute in a wider dtype"
+                )
+
+    def describe(self, batch: DataProto) -> dict[str, float]:
+        """What the batch, the clock and the memory say of the step."""
+        data, timing, lengths = self.config.data, self.timing, row_lengths(batch)
+        self.timing = {}
+        order = self.plan.forward_pass("old_log_probs").schedule(lengths)
+        entropy = masked_mean(batch.batch["entropies"], batch.batch["response_mask"])
+        limits = {"max_prompt_length": data.max_prompt_length, "max_response_length": data.max_response_length}
+        return {
+            "actor/entropy": float(entropy),
+            **compute_data_metrics(batch, **limits),
+            **compute_seqlen_metrics(lengths, [order.rank_rows(rank) for rank in range(self.plan.dp_size)]),
+            **compute_timing_metrics(timing, batch),
+            **compute_throughput_metrics(batch, step_s=timing["step"], num_slots=self.config.num_slots),
+            **compute_memory_metrics(),
+            **self.peak_memory(),
+        }
+
+    def peak_memory(self) -> dict[str, float]:
+        """perf/max_memory_allocated_gb (GPU) or perf/max_memory_rss_gb (CPU): of the fullest rank, by phase too."""
+        workers, name = self.workers, "allocated" if self.config.trainer.device == "cuda" else "rss"
+        ranks = workers.actor.call(ActorWorker.pop_peak_memory)
+        ranks += workers.ref.call(RefWorker.pop_peak_memory) if workers.ref else []
+        ranks += workers.critic.call(CriticWorker.pop_peak_memory) if workers.critic else []
+        peaks: dict[str, float] = {}
+        for rank in ranks:
+            for phase_name, held in rank.items():
+                key = f"perf/max_memory_{name}_gb/{phase_name}"
+                peaks[key] = max(peaks.get(key, 0.0), held / 2**30)
+        return {f"perf/max_memory_{name}_gb": max(peaks.values(), default=0.0), **peaks}
+
+    def learning_rate(self, optim: OptimConfig) -> float:
+        """Of this training step."""
+        return learning_rate(
+            self.global_step - 1,
+            lr=optim.lr,
+            total_steps=self.data.total_training_steps,
+            schedule=optim.lr_scheduler_type,
+            warmup_steps=optim.lr_warmup_steps,
+            warmup_ratio=optim.lr_warmup_steps_ratio,
+            min_lr_ratio=optim.min_lr_ratio,
+            num_cycles=optim.num_cycles,
+        )
+
+    def shuffle_seed(self) -> int:
+        """Other orders of the rows at every training step."""
+        return self.config.actor_rollout_ref.actor.data_loader_seed * 1_000_003 + self.global_step
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Measures a phase as `timing_s/{name}`; errors inside name it."""
+        started = time.perf_counter()
+        with phase(f"step {self.global_step}: {name}"):
+            yield
+        self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - started
+
+
+def is_due(frequency: int, step: int, last_step: int) -> bool:
+    """Every `frequency` steps and at the last one; never when it is 0 or below."""
+    return frequency > 0 and (step % frequency == 0 or step == last_step)
+
+
+def with_tensors(batch: DataProto, **columns: Tensor) -> DataProto:
+    """The batch with these tensor columns added or replaced."""
+    return DataProto.from_dict({**dict(batch.batch.items()), **columns}, batch.non_tensor_batch, batch.meta_info)
+
+
+def row_lengths(batch: DataProto) -> list[int]:
+    """Tokens of each row, prompt and response."""
+    lengths: list[int] = batch.batch["attention_mask"].sum(-1).tolist()
+    return lengths
+
+
+def tensors_only(batch: DataProto) -> DataProto:
+    """What the training ranks get: they read no object column."""
+    return batch.select(None, [])
+
+
+def forward(group: WorkerGroup[Any], method: Callable[..., DataProto], batch: DataProto, plan: PassPlan) -> DataProto:
+    """The batch with the columns `method` computes for every row."""
+    schedule, rows = plan.schedule(row_lengths(batch)), tensors_only(batch)
+    ranks = range(group.dp_size)
+    results = group.map(
+        method, [rows[schedule.rank_rows(rank)] for rank in ranks], [schedule.rank_schedule(rank) for rank in ranks]
+    )
+    return batch.union(DataProto.concat(results)[schedule.inverse_order()])
+
+
+def update(
+    group: WorkerGroup[Any], method: Callable[..., Any], batch: DataProto, plan: UpdatePlan, *, lr: float, seed: int
+) -> list[list[list[MiniBatchResult]]]:
+    """Run every epoch's mini-batches on the ranks: per epoch, per rank, one result per mini-batch."""
+    rows, mask = tensors_only(batch), batch.batch["response_mask"]
+    results, ranks = [], range(group.dp_size)
+    for schedule in plan.schedules(row_lengths(batch), seed):
+        totals = [MiniBatchTotals.count(mask[list(mini.rows)]) for mini in schedule.mini_batches]
+        shards = [rows[schedule.rank_rows(rank)] for rank in ranks]
+        orders = [schedule.rank_schedule(rank) for rank in ranks]
+        results.append(group.map(method, shards, orders, totals=totals, lr=lr))
+    return results

@@ -1,0 +1,154 @@
+"""What a run stands on: the data, read before anything heavy starts, and the worker groups."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from verl_lite.config import Config
+from verl_lite.data.dataset import PromptDataset, build_dataset
+from verl_lite.data.prompts import load_tokenizer
+from verl_lite.distributed.placement import ResourcePool
+from verl_lite.distributed.worker_group import Limits, RoleSpec, WorkerGroup, spawn, spawn_rollout
+from verl_lite.rewards import check_data_sources
+from verl_lite.rewards.pool import check_reward_function
+from verl_lite.rewards.worker import RewardFunction
+from verl_lite.rollout.weight_transfer import transfer_backend
+from verl_lite.workers.actor import ActorWorker
+from verl_lite.workers.critic import CriticWorker
+from verl_lite.workers.ref import RefWorker
+from verl_lite.workers.rollout import RolloutWorker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    val: PromptDataset | None
+    total_training_steps: int
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The worker groups of a run; `ref` and `critic` exist where the config needs them."""
+
+    rollout: WorkerGroup[RolloutWorker]
+    actor: WorkerGroup[ActorWorker]
+    ref: WorkerGroup[RefWorker] | None
+    critic: WorkerGroup[CriticWorker] | None
+
+    def close(self) -> None:
+        """End the engines and the training processes."""
+        self.rollout.close(RolloutWorker.shutdown)
+        self.actor.close()  # ref and critic live in the same processes
+
+
+def load_data(config: Config) -> TrainingData:
+    """Read tokenizer and data sets. ValueError for whatever the user must mend, before a process is started."""
+    model, data = config.actor_rollout_ref.model, config.data
+    tokenizer = load_tokenizer(
+        data.tokenizer, trust_remote_code=model.trust_remote_code, custom_chat_template=model.custom_chat_template
+    )
+    train = build_dataset(data, data.train_files, tokenizer, max_samples=data.train_max_samples)
+    val = None
+    if data.val_files:
+        val = build_dataset(data, data.val_files, tokenizer, max_samples=data.val_max_samples)
+    custom = config.reward.custom_reward_function
+    if custom.path is not None:
+        check_reward_function(reward_function(config))
+    else:
+        check_data_sources(dict.fromkeys([*train.data_sources, *(val.data_sources if val else [])]))
+    if len(train) < data.train_batch_size:
+        raise ValueError(
+            f"data.train_batch_size={data.train_batch_size} is more than the {len(train)} prompts of data.train_files "
+            f"that are left; set it to at most {len(train)} or give more data"
+        )
+    steps = config.trainer.total_training_steps
+    return TrainingData(
+        tokenizer, train, val, steps or len(train) // data.train_batch_size * config.trainer.total_epochs
+    )
+
+
+def reward_function(config: Config) -> RewardFunction:
+    custom = config.reward.custom_reward_function
+    return RewardFunction(custom.path, custom.name, custom.reward_kwargs)
+
+
+def end_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokenizer's end token and those of the model's generation config, which may be a number or a list."""
+    ids = [tokenizer.eos_token_id]
+    path = Path(model_path) / "generation_config.json"
+    if path.is_file():
+        more = json.loads(path.read_text()).get("eos_token_id")
+        ids += more if isinstance(more, list) else [more]
+    return list(dict.fromkeys(i for i in ids if i is not None))
+
+
+def start_workers(config: Config, data: TrainingData, pool: ResourcePool, log_dir: Path) -> Workers:
+    """Start all worker groups and wait until they are ready."""
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    limits = Limits(trainer.start_timeout_s, trainer.step_timeout_s, trainer.collective_timeout_s)
+    vocab_size = len(data.tokenizer)
+    rollout = spawn_rollout(
+        pool,
+        RoleSpec(
+            RolloutWorker,
+            {
+                "rollout": policy.rollout,
+                "model": policy.model,
+                "max_response_length": config.data.max_response_length,
+                "vocab_size": vocab_size,
+                "eos_token_ids": end_token_ids(policy.model.path, data.tokenizer),
+                "pad_token_id": data.tokenizer.pad_token_id,
+                "start_timeout_s": trainer.start_timeout_s,
+                "step_timeout_s": trainer.step_timeout_s,
+            },
+        ),
+        limits=limits,
+        tensor_parallel_size=policy.rollout.tensor_model_parallel_size,
+        num_replicas=policy.rollout.num_replicas,
+        log_dir=log_dir,
+    )
+    if trainer.device == "cuda":
+        # The engine measures the memory it finds free: it must be up, and asleep, before the trainer's weights come.
+        rollout.wait_ready()
+        rollout.call(RolloutWorker.sleep)
+    shared = {"temperature": policy.rollout.temperature, "vocab_size": vocab_size}
+    roles: dict[str, RoleSpec[Any]] = {
+        "actor": RoleSpec(ActorWorker, {"model": policy.model, "actor": policy.actor, **shared})
+    }
+    if config.needs_ref:
+        roles["ref"] = RoleSpec(RefWorker, {"model": policy.model, "fsdp": policy.ref.fsdp_config, **shared})
+    if config.needs_critic:
+        critic = {"critic": config.critic, "loss_scale_factor": policy.actor.loss_scale_factor}
+        roles["critic"] = RoleSpec(CriticWorker, critic)
+    groups = spawn(pool, roles, limits=limits, log_dir=log_dir)
+    groups["actor"].wait_ready()
+    rollout.wait_ready()
+    workers = Workers(rollout, groups["actor"], groups.get("ref"), groups.get("critic"))
+    open_transfer(config, workers, master_address=pool.slots[0].node_address)
+    return workers
+
+
+def open_transfer(config: Config, workers: Workers, *, master_address: str) -> None:
+    """Set up the way of the weights from the actor to the engines."""
+    settings, actor, rollout = config.actor_rollout_ref.rollout, workers.actor, workers.rollout
+    connection = actor.call(
+        ActorWorker.open_transfer,
+        transfer_backend(settings.name, config.trainer.device, colocated=settings.nnodes == 0),
+        settings.dtype,
+        checksums=settings.verify_weights,
+        num_receivers=rollout.world_size * settings.tensor_model_parallel_size,
+        master_address=master_address,
+    )[0]
+    if connection is not None:
+        meeting = rollout.start_call(RolloutWorker.connect, connection)
+        actor.call(ActorWorker.connect_transfer)
+        meeting.result()
