@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verl_lite.algorithms.aggregate import masked_whiten
+from verl_lite.algorithms.aggregate import masked_count, masked_sum, masked_whiten
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +55,17 @@ def gae(inputs: AdvantageInputs, *, gamma: float, lam: float) -> Advantages:
     """
     if inputs.values is None:
         raise ValueError("algorithm.adv_estimator=gae needs values: leave critic.enable unset or set it to True.")
-    mask = _columns(inputs.response_mask.bool())
-    rewards = _columns(inputs.token_level_rewards).where(mask, 0.0)
-    values = _columns(inputs.values).where(mask, 0.0)
-    # The value at or after t, and from it, one column on, the value of the next trained token.
-    at_or_after = _scan_from_last((~mask).to(values.dtype), values)
-    next_values = torch.cat([at_or_after[1:], torch.zeros_like(values[:1])])
-    deltas = next_values.mul_(gamma).add_(rewards).sub_(values).where(mask, 0.0)
-    carried = _scan_from_last(_decay(mask, gamma * lam, values.dtype), deltas).where(mask, 0.0)
-    advantages, returns = _rows(carried), _rows(carried + values)
+    advantages, returns = torch.empty_like(inputs.token_level_rewards), torch.empty_like(inputs.token_level_rewards)
+    for rows in _blocks(len(returns)):
+        mask = _columns(inputs.response_mask[rows].bool())
+        rewards = _columns(inputs.token_level_rewards[rows]).where(mask, 0.0)
+        values = _columns(inputs.values[rows]).where(mask, 0.0)
+        # The value at or after t, and from it, one column on, the value of the next trained token.
+        at_or_after = _scan_from_last((~mask).to(values.dtype), values)
+        next_values = torch.cat([at_or_after[1:], torch.zeros_like(values[:1])])
+        deltas = (rewards + gamma * next_values - values).where(mask, 0.0)
+        carried = _scan_from_last(_decay(mask, gamma * lam, values.dtype), deltas).where(mask, 0.0)
+        advantages[rows], returns[rows] = carried.t(), (carried + values).t()
     return Advantages(masked_whiten(advantages, inputs.response_mask), returns)
 
 
@@ -72,9 +74,11 @@ def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float) -> Advantages:
 
     J. Hu et al. §3, https://arxiv.org/abs/2501.03262
     """
-    mask = _columns(inputs.response_mask.bool())
-    rewards = _columns(inputs.token_level_rewards).where(mask, 0.0)
-    returns = _rows(_scan_from_last(_decay(mask, gamma, rewards.dtype), rewards).where(mask, 0.0))
+    returns = torch.empty_like(inputs.token_level_rewards)
+    for rows in _blocks(len(returns)):
+        mask = _columns(inputs.response_mask[rows].bool())
+        rewards = _columns(inputs.token_level_rewards[rows]).where(mask, 0.0)
+        returns[rows] = _scan_from_last(_decay(mask, gamma, rewards.dtype), rewards).where(mask, 0.0).t()
     return Advantages(masked_whiten(returns, inputs.response_mask), returns)
 
 
@@ -85,11 +89,14 @@ def remax(inputs: AdvantageInputs) -> Advantages:
     """
     if inputs.baseline_scores is None:
         raise ValueError("algorithm.adv_estimator=remax needs baseline_scores [B]: the scores of greedy responses.")
-    mask = inputs.response_mask.bool()
-    rewards = inputs.token_level_rewards.where(mask, 0.0)
-    returns = rewards.cumsum(-1).neg_().add_(rewards).add_(rewards.sum(-1, keepdim=True)).where(mask, 0.0)
-    baselines = inputs.baseline_scores.to(returns.dtype)[:, None]
-    return Advantages((returns - baselines).where(mask, 0.0), returns)
+    returns, advantages = torch.empty_like(inputs.token_level_rewards), torch.empty_like(inputs.token_level_rewards)
+    for rows in _blocks(len(returns)):
+        mask = inputs.response_mask[rows].bool()
+        rewards = inputs.token_level_rewards[rows].where(mask, 0.0)
+        to_go = rewards.sum(-1, keepdim=True) - rewards.cumsum(-1) + rewards
+        returns[rows] = to_go.where(mask, 0.0)
+        advantages[rows] = (to_go - inputs.baseline_scores[rows, None]).where(mask, 0.0)
+    return Advantages(advantages, returns)
 
 
 def grpo(inputs: AdvantageInputs, *, norm_adv_by_std_in_grpo: bool) -> Advantages:
@@ -131,8 +138,12 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Advantages:
     J. Hu et al., https://arxiv.org/abs/2501.03262
     """
     groups = _Groups(inputs, "reinforce_plus_plus_baseline")
-    advantages = masked_whiten(groups.spread(groups.centred()).advantages, inputs.response_mask)
-    return Advantages(advantages, advantages)
+    centred, lengths = groups.centred(), masked_count(inputs.response_mask, -1)
+    # A row's tokens are all alike, so that the tokens' mean and variance come from the rows.
+    tokens = lengths.sum()
+    deviations = centred - (lengths * centred).sum() / tokens.clamp(min=1)
+    variance = (lengths * deviations.square()).sum() / (tokens - 1).clamp(min=1)
+    return groups.spread(deviations * (variance + 1e-8).rsqrt())
 
 
 def opo(inputs: AdvantageInputs) -> Advantages:
@@ -141,7 +152,7 @@ def opo(inputs: AdvantageInputs) -> Advantages:
     Y. Hao et al., https://arxiv.org/abs/2505.23585
     """
     groups = _Groups(inputs, "opo")
-    return groups.spread(groups.centred(weights=inputs.response_mask.count_nonzero(-1).double()))
+    return groups.spread(groups.centred(weights=masked_count(inputs.response_mask, -1).double()))
 
 
 def gpg(inputs: AdvantageInputs) -> Advantages:
@@ -163,8 +174,8 @@ class _Groups:
         self.dtype = inputs.token_level_rewards.dtype
         self.ids = inputs.group_ids
         self.num_groups = int(self.ids.max()) + 1 if self.ids.numel() else 0
-        self.valid = self.mask.view(torch.uint8).amax(-1) > 0  # any(-1) takes thirty times as long
-        self.scores = inputs.token_level_rewards.where(self.mask, 0.0).sum(-1).double()
+        self.valid = masked_count(self.mask, -1) > 0
+        self.scores = masked_sum(inputs.token_level_rewards, self.mask, -1).double()
         self.counts = self.sum(torch.ones_like(self.scores))
         if bool((self.valid & (self.counts == 1)).any()):
             _warn_of_single_rows(estimator)
@@ -205,13 +216,14 @@ def _warn_of_single_rows(estimator: str) -> None:
     )
 
 
+def _blocks(num_rows: int) -> Iterator[slice]:
+    """Rows a block at a time: its columns stay in the cache, and no temporary is as large as the batch."""
+    return (slice(start, start + 1024) for start in range(0, num_rows, 1024))
+
+
 def _columns(rows: Tensor) -> Tensor:
     """[B, T] -> contiguous [T, B]: a step along T then touches one stretch of memory."""
     return rows.t().contiguous()
-
-
-def _rows(columns: Tensor) -> Tensor:
-    return columns.t().contiguous()
 
 
 def _decay(mask: Tensor, factor: float, dtype: torch.dtype) -> Tensor:

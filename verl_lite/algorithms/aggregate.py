@@ -15,19 +15,34 @@ from verl_lite.plugins import resolve
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of the entries under the mask; over `dim` or over all."""
-    return torch.where(mask.bool(), values, 0.0).sum(dim)
+    """Sum of the entries under the mask; over all, or over the last dim (-1)."""
+    return _join([torch.where(m, v, 0.0).sum(dim) for v, m in zip(_blocks(values), _blocks(mask.bool()), strict=True)])
+
+
+def masked_count(mask: Tensor, dim: int | None = None) -> Tensor:
+    """Number of entries under the mask; over all, or over the last dim (-1)."""
+    # As int8, since summing bools takes ten times as long.
+    return _join([block.sum(dim, dtype=torch.int32) for block in _blocks(mask.bool().view(torch.int8))])
+
+
+def _blocks(values: Tensor) -> tuple[Tensor, ...]:
+    """Rows a block at a time: fresh memory for a temporary as large as a train batch costs more than its sum."""
+    return torch.split(values, 512)
+
+
+def _join(sums: list[Tensor]) -> Tensor:
+    return torch.cat(sums) if sums[0].dim() else torch.stack(sums).sum()
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean of the entries under the mask; 0 where there are none."""
-    return masked_sum(values, mask, dim) / mask.count_nonzero(dim).clamp(min=1)
+    return masked_sum(values, mask, dim) / masked_count(mask, dim).clamp(min=1)
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     """Unbiased variance (divisor n - 1) of the entries under the mask; 0 for fewer than two."""
     deviations = values - masked_mean(values, mask)
-    return masked_sum(deviations.square(), mask) / (mask.count_nonzero() - 1).clamp(min=1)
+    return masked_sum(deviations.square(), mask) / (masked_count(mask) - 1).clamp(min=1)
 
 
 @torch.no_grad()
@@ -38,7 +53,7 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     """
     mean = masked_mean(values, mask)
     deviations = torch.where(mask.bool(), values, mean).sub_(mean)
-    variance = torch.linalg.vector_norm(deviations).square() / (mask.count_nonzero() - 1).clamp(min=1)
+    variance = torch.linalg.vector_norm(deviations).square() / (masked_count(mask) - 1).clamp(min=1)
     return deviations.mul_((variance + 1e-8).rsqrt())
 
 
@@ -51,8 +66,8 @@ class MiniBatchTotals:
 
     @classmethod
     def count(cls, response_mask: Tensor) -> MiniBatchTotals:
-        per_row = response_mask.count_nonzero(-1)
-        return cls(loss_tokens=int(per_row.sum()), sequences=int(per_row.count_nonzero()))
+        per_row = masked_count(response_mask, -1)
+        return cls(loss_tokens=int(per_row.sum()), sequences=int((per_row > 0).sum()))
 
 
 def aggregate_loss(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl_lite.algorithms import KL_ESTIMATORS
-from verl_lite.algorithms.aggregate import masked_mean
+from verl_lite.algorithms.aggregate import masked_count, masked_mean
 from verl_lite.plugins import resolve
 
 Estimator = Callable[[Tensor, Tensor], Tensor]
@@ -94,7 +94,7 @@ def apply_kl_penalty(
     """
     kl = kl_penalty(name, key="algorithm.kl_penalty")(old_log_probs, ref_log_probs, response_mask)
     per_sequence = masked_mean(kl, response_mask, dim=-1)
-    return token_level_scores - kl_coef * kl, float(masked_mean(per_sequence, response_mask.count_nonzero(-1)))
+    return token_level_scores - kl_coef * kl, float(masked_mean(per_sequence, masked_count(response_mask, -1)))
 
 
 class FixedKLController:
