@@ -23,7 +23,7 @@ PROMPT, RESPONSE = 5, 6
 
 
 def ragged_batch(rows: int = 8, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> DataProto:
-    """All columns a worker reads; prompts of 2 to 5 tokens, responses of 1 to 6; row 3 has no loss token, row 4 a hole."""
+    """What workers read; prompts of 2 to 5 tokens, responses of 1 to 6; row 3 has no loss token, row 4 a hole."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, len(CHARACTERS) + 2, (rows, PROMPT + RESPONSE), generator=generator)
     prompts = torch.tensor([2 + 3 * row % 4 for row in range(rows)])
