@@ -313,3 +313,13 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_process_killed_between_two_batches_is_replaced_without_blame():
+    samples = [RewardSample("verl_lite/addition", "1", "1", {})] * 8
+    with RewardPool(RewardFunction(), num_workers=2, timeout_s=30, on_error="raise") as pool:
+        pool.score(samples)
+        for worker in [worker for worker in pool._workers if worker.ready]:
+            worker.process.kill()
+            worker.process.wait(timeout=10)
+        assert scores(pool.score(samples)) == [1.0] * 8

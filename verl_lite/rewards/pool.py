@@ -43,7 +43,30 @@ class _Process:
     ready: bool = False
     is_async: bool = False
     deadline: float = 0.0
-    outstanding: dict[int, RewardSample] = field(default_factory=dict)  # in the order they are scored
+    outstanding: list[int] = field(default_factory=list)  # samples it has, in the order it scores them
+
+
+class _Round:
+    """One call of `score`: what is waiting, and what came of the rest."""
+
+    def __init__(self, samples: Sequence[RewardSample]) -> None:
+        self.samples = samples
+        self.queue = deque(range(len(samples)))
+        self.alone: set[int] = set()  # suspects, sent one at a time
+        self.results: dict[int, RewardResult] = {}
+        self.failed: list[int] = []
+
+    def record(self, index: int, result: RewardResult) -> None:
+        self.results[index] = result
+        if result.error:
+            self.failed.append(index)
+
+    def report(self, index: int, what: str) -> str:
+        sample = self.samples[index]
+        return (
+            f"{what}; sample {index} (data_source {sample.data_source!r}, response {sample.solution_str[-200:]!r}):\n"
+            f"{self.results[index].error}"
+        )
 
 
 class RewardPool:
@@ -60,7 +83,7 @@ class RewardPool:
         start_timeout_s: float = 120.0, log_path: str | None = None,
     ) -> None:  # fmt: skip
         self._function, self._timeout_s, self._on_error = function, timeout_s, on_error
-        self._num_workers = min(num_workers, len(os.sched_getaffinity(0)))
+        self._num_workers = min(num_workers, _num_cores())
         self._start_timeout_s = start_timeout_s
         self._log: BinaryIO | None = open(log_path, "ab") if log_path else None  # noqa: SIM115
         self._workers: list[_Process] = []
@@ -80,24 +103,21 @@ class RewardPool:
         """Return when a process has loaded the reward function. Raises `ValueError` when it cannot be loaded."""
         self.start()
         while not any(worker.ready for worker in self._workers):
-            self._receive({}, [])
+            self._receive(_Round([]))
 
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One result per sample, in order. Raises `RewardError` as `on_error` says."""
         self.start()
-        results: dict[int, RewardResult] = {}
-        queue = deque(enumerate(samples))
-        alone: set[int] = set()  # suspects, sent one at a time
+        current = _Round(samples)
         try:
-            while len(results) < len(samples):
-                self._dispatch(queue, alone)
-                for index in self._receive(results, queue):
-                    alone.add(index)
-                self._stop_if_hopeless(samples, results)
+            while len(current.results) < len(samples):
+                self._dispatch(current)
+                self._receive(current)
+                self._stop_if_hopeless(current)
         except BaseException:
             self._discard_busy()
             raise
-        return self._apply_policy(samples, [results[i] for i in range(len(samples))])
+        return self._apply_policy(current)
 
     def close(self) -> None:
         """End the processes and everything they started."""
@@ -109,110 +129,100 @@ class RewardPool:
 
     def _spawn(self) -> _Process:
         ours, theirs = socket.socketpair()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from verl_lite.rewards.worker import main; main({{}}, {{}})"
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from verl_lite.rewards.worker import main; "
+            f"main({theirs.fileno()}, {os.getpid()})"
+        )
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", code.format(theirs.fileno(), os.getpid())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self._log,
+                stderr=self._log, start_new_session=True, env={"OMP_NUM_THREADS": "1", **os.environ},
             )  # fmt: skip
         connection = Connection(ours.detach())
         with contextlib.suppress(ConnectionError):  # it died at once: _receive will see that
             connection.send((self._function, self._timeout_s))
         return _Process(process, connection, deadline=time.monotonic() + self._start_timeout_s)
 
-    def _dispatch(self, queue: deque[tuple[int, RewardSample]], alone: set[int]) -> None:
-        for worker in self._workers:
+    def _dispatch(self, current: _Round) -> None:
+        queue, alone = current.queue, current.alone
+        for place, worker in enumerate(self._workers):
+            if worker.ready and not worker.outstanding and worker.process.poll() is not None:
+                _end(worker)  # something outside killed it while it had nothing to do: no sample is to blame
+                worker = self._workers[place] = self._spawn()
             if not worker.ready or worker.outstanding or not queue:
                 continue
             # Ever smaller chunks, so that the processes finish together.
             size = max(1, min(MAX_CHUNK, len(queue) // (2 * len(self._workers))))
             chunk = [queue.popleft()]
-            while len(chunk) < size and queue and chunk[0][0] not in alone and queue[0][0] not in alone:
+            while len(chunk) < size and queue and chunk[0] not in alone and queue[0] not in alone:
                 chunk.append(queue.popleft())
-            worker.outstanding = dict(chunk)
+            worker.outstanding = chunk
             worker.deadline = time.monotonic() + self._timeout_s + GRACE_S
             with contextlib.suppress(ConnectionError):
-                worker.connection.send(chunk)
+                worker.connection.send([(index, current.samples[index]) for index in chunk])
 
-    def _receive(
-        self, results: dict[int, RewardResult], queue: deque[tuple[int, RewardSample]] | list[tuple[int, RewardSample]]
-    ) -> list[int]:
-        """Wait for answers, deaths or the next deadline; return samples to try again alone."""
+    def _receive(self, current: _Round) -> None:
+        """Wait for answers, deaths or the next deadline, and record what came of them."""
         busy = [worker for worker in self._workers if worker.outstanding or not worker.ready]
         limit = min(worker.deadline for worker in busy) - time.monotonic()
         wait([worker.connection for worker in busy], max(limit, 0))
-        suspects: list[int] = []
         for worker in busy:
             try:
                 while worker.connection.poll():
-                    self._take(worker, worker.connection.recv(), results)
+                    self._take(worker, worker.connection.recv(), current)
             except (EOFError, ConnectionError):
-                code = worker.process.wait(timeout=10)
-                suspects += self._replace(worker, results, queue, died=f"the process that scored it {_ending(code)}")
+                self._replace(worker, current, ending=_ending(worker.process.wait(timeout=10)))
                 continue
             if time.monotonic() > worker.deadline and (worker.outstanding or not worker.ready):
-                suspects += self._replace(worker, results, queue, died=None)
-        return suspects
+                self._replace(worker, current, ending=None)
 
-    def _take(
-        self, worker: _Process, message: tuple[int, RewardResult] | str | bool, results: dict[int, RewardResult]
-    ) -> None:
+    def _take(self, worker: _Process, message: tuple[int, RewardResult] | str | bool, current: _Round) -> None:
         if isinstance(message, str):
             raise ValueError(message)
         if isinstance(message, bool):
             worker.ready, worker.is_async = True, message
             return
         index, result = message
-        del worker.outstanding[index]
-        results[index] = result
+        worker.outstanding.remove(index)
         worker.deadline = time.monotonic() + self._timeout_s + GRACE_S
+        current.record(index, result)
 
-    def _replace(
-        self, worker: _Process, results: dict[int, RewardResult],
-        queue: deque[tuple[int, RewardSample]] | list[tuple[int, RewardSample]], *, died: str | None,
-    ) -> list[int]:  # fmt: skip
-        """A process died, or was late (`died` None): end it, name the sample to blame, and put the others back."""
+    def _replace(self, worker: _Process, current: _Round, *, ending: str | None) -> None:
+        """A process died, or was late (`ending` None): name the sample to blame, and put the others back."""
         if not worker.ready:
             raise ValueError(
                 f"reward.custom_reward_function: the process that loads {self._function.path} "
-                + (died.removeprefix("the process that scored it ") if died else f"took over {self._start_timeout_s} s")
+                + (ending or f"took over {self._start_timeout_s:g} s")
             )
         _end(worker)
         self._workers[self._workers.index(worker)] = self._spawn()
-        left = list(worker.outstanding.items())
-        suspects: list[int] = []
+        left = worker.outstanding
         if worker.is_async and len(left) > 1:
-            suspects = [index for index, _ in left]  # any of them may be the one: all again, each alone
+            current.alone.update(left)  # any of them may be the one: all again, each alone
         elif left:
-            index, _ = left.pop(0)
-            error = died or f"no score after {self._timeout_s:g} s (reward.timeout_s)"
-            results[index] = RewardResult(None, {}, error, timed_out=died is None, seconds=self._timeout_s)
-        for item in reversed(left):
-            queue.insert(0, item)
-        return suspects
+            late = f"no score after {self._timeout_s:g} s (reward.timeout_s)"
+            error = f"the process that scored it {ending}" if ending else late
+            current.record(left.pop(0), RewardResult(None, {}, error, timed_out=not ending, seconds=self._timeout_s))
+        current.queue.extendleft(reversed(left))
 
-    def _stop_if_hopeless(self, samples: Sequence[RewardSample], results: dict[int, RewardResult]) -> None:
-        failed = [i for i, result in results.items() if result.error]
-        raising = [i for i in failed if not results[i].timed_out] if self._on_error == "raise" else []
-        if raising:
-            raise RewardError(_report(samples, results, raising[0], "the reward function failed"))
-        late = sum(results[i].timed_out for i in failed)
-        if late >= max(4, 2 * self._num_workers) and late == len(results):
-            raise RewardError(_report(samples, results, failed[0], f"the first {late} samples all ran out of time"))
+    def _stop_if_hopeless(self, current: _Round) -> None:
+        late = [index for index in current.failed if current.results[index].timed_out]
+        raising = [index for index in current.failed if index not in late]
+        if raising and self._on_error == "raise":
+            raise RewardError(current.report(raising[0], "the reward function failed"))
+        if len(late) >= max(4, 2 * self._num_workers) and len(late) == len(current.results):
+            raise RewardError(current.report(late[0], f"the first {len(late)} samples all ran out of time"))
 
-    def _apply_policy(self, samples: Sequence[RewardSample], results: list[RewardResult]) -> list[RewardResult]:
-        failed = [i for i, result in enumerate(results) if result.error]
-        by_index = dict(enumerate(results))
-        if len(failed) == len(results) > 1:
-            raise RewardError(_report(samples, by_index, 0, "the reward function failed for every sample"))
-        if len(results) > 1 and all(result.score is None for result in results):
-            raise RewardError(
-                f"none of {len(results)} samples has a score: the reward function returned None or failed"
-            )
+    def _apply_policy(self, current: _Round) -> list[RewardResult]:
+        count, failed = len(current.samples), sorted(current.failed)
+        results = [current.results[i] for i in range(count)]
+        if len(failed) == count > 1:
+            raise RewardError(current.report(0, "the reward function failed for every sample"))
+        if count > 1 and all(result.score is None for result in results):
+            raise RewardError(f"none of {count} samples has a score: the reward function returned None or failed")
         if failed:
+            logger.warning(current.report(failed[0], f"{len(failed)} of {count} samples failed"))
             score = None if self._on_error == "mask" else 0.0
-            logger.warning(_report(samples, by_index, failed[0], f"{len(failed)} of {len(results)} samples failed"))
             results = [replace(result, score=score) if result.error else result for result in results]
         return results
 
@@ -228,6 +238,10 @@ def check_reward_function(function: RewardFunction, *, start_timeout_s: float = 
         pool.wait_ready()
 
 
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def _end(worker: _Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker.process.pid, signal.SIGKILL)
@@ -237,11 +251,3 @@ def _end(worker: _Process) -> None:
 
 def _ending(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def _report(samples: Sequence[RewardSample], results: dict[int, RewardResult], index: int, what: str) -> str:
-    sample = samples[index]
-    return (
-        f"{what}; sample {index} (data_source {sample.data_source!r}, response {sample.solution_str[-200:]!r}):\n"
-        f"{results[index].error}"
-    )

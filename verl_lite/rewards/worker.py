@@ -53,7 +53,7 @@ class RewardFunction:
 
 @dataclass(frozen=True)
 class RewardSample:
-    """What the reward function gets to see of one response."""
+    """What the reward function gets to see of one response: its arguments, by their names."""
 
     data_source: str
     solution_str: str
@@ -105,15 +105,6 @@ def _plain(value: Any) -> float | str | bool | None:
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
-def _call_arguments(sample: RewardSample) -> dict[str, Any]:
-    return {
-        "data_source": sample.data_source,
-        "solution_str": sample.solution_str,
-        "ground_truth": sample.ground_truth,
-        "extra_info": sample.extra_info,
-    }
-
-
 class _Worker:
     def __init__(self, connection: Connection, function: Callable[..., Any], kwargs: dict[str, Any], timeout_s: float):
         self._connection, self._function, self._kwargs, self._timeout_s = connection, function, kwargs, timeout_s
@@ -122,7 +113,7 @@ class _Worker:
         for index, sample in chunk:
             started = self._start_clock()
             try:
-                value = self._function(**_call_arguments(sample), **self._kwargs)
+                value = self._function(**vars(sample), **self._kwargs)
                 result = RewardResult(*read_score(value), seconds=time.perf_counter() - started)
             except BaseException:  # sys.exit() in a reward function is a failure like any other
                 result = _failure(started)
@@ -135,7 +126,7 @@ class _Worker:
         started = self._start_clock()
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                value = await self._function(**_call_arguments(sample), **self._kwargs)
+                value = await self._function(**vars(sample), **self._kwargs)
             result = RewardResult(*read_score(value), seconds=time.perf_counter() - started)
         except BaseException:
             result = _failure(started, timed_out=limit.expired())
