@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ from verl_lite.trainer.metrics import (
     compute_timing_metrics,
     validation_metrics,
 )
-from verl_lite.trainer.samples import read_samples, write_samples
+from verl_lite.trainer.samples import Sample, read_samples, write_samples
 from verl_lite.trainer.setup import TrainingData, Workers, reward_function, start_workers
 from verl_lite.workers.actor import ActorWorker
 from verl_lite.workers.critic import CriticWorker
@@ -75,7 +76,11 @@ def run(config: Config, plan: BatchPlan, data: TrainingData, pool: ResourcePool,
             updates_per_step=plan.optimizer_steps,
         )
         stack.callback(tracking.finish)
-        PPOTrainer(config, plan, data, workers, rewards, tracking).fit()
+        ppo = PPOTrainer(config, plan, data, workers, rewards, tracking)
+        ppo.fit()
+        tracking.finish()
+        for line in ppo.summary():
+            logger.info(line)
 
 
 class PPOTrainer:
@@ -92,27 +97,32 @@ class PPOTrainer:
     ) -> None:
         self.config, self.plan, self.data = config, plan, data
         self.workers, self.rewards, self.tracking = workers, rewards, tracking
-        self.sampler = Sampler(len(data.train), config.data.train_batch_size, config.data.shuffle, config.data.seed)
+        self.sampler: Sampler | None = None
+        if data.train is not None:
+            rows = config.data
+            self.sampler = Sampler(len(data.train), rows.train_batch_size, rows.shuffle, rows.seed)
         self.estimator = resolve(config.algorithm.adv_estimator, ADVANTAGE_ESTIMATORS, key="algorithm.adv_estimator")
         self.kl_controller = make_kl_controller(**vars(config.algorithm.kl_ctrl))
         self.global_step = 0  # the training step being made
         self.skipped_in_a_row = {"actor": 0, "critic": 0}
         self.timing: dict[str, float] = {}
+        self.validations: dict[str, list[tuple[float, int]]] = {}  # per core metric: (value, step)
 
     def fit(self) -> None:
         """Train to the last step; validate and log where the config says so."""
-        trainer, last_step = self.config.trainer, self.data.total_training_steps
-        if self.data.val is not None and (trainer.val_before_train or trainer.val_only):
-            self.tracking.log(self.validate(), step=0)
-        while not trainer.val_only and self.global_step < last_step:
+        trainer, train, last_step = self.config.trainer, self.data.train, self.data.total_training_steps
+        if trainer.val_before_train or trainer.val_only:
+            self.log(self.validate())
+        while self.global_step < last_step:
+            assert train is not None and self.sampler is not None, "there are no steps without training data"
             self.global_step += 1
             with self.timed("step"):
                 epoch, rows = self.sampler.next()
-                batch, metrics = self.step(self.data.train.batch(rows, epoch))
+                batch, metrics = self.step(train.batch(rows, epoch))
             metrics |= {"training/global_step": self.global_step, "training/epoch": epoch}
-            if self.data.val is not None and is_due(trainer.test_freq, self.global_step, last_step):
+            if is_due(trainer.test_freq, self.global_step, last_step):
                 metrics |= self.validate()
-            self.tracking.log(metrics | self.describe(batch), step=self.global_step)
+            self.log(metrics | self.describe(batch))
 
     def step(self, prompts: DataProto) -> tuple[DataProto, dict[str, float]]:
         """One training step: sample responses, score them, estimate advantages, update, hand the weights over."""
@@ -149,8 +159,10 @@ class PPOTrainer:
 
     def validate(self) -> dict[str, float]:
         """Answer every validation prompt with the current weights; `val-core/…` and `val-aux/…`."""
-        val, data, samples = self.data.val, self.config.data, []
-        assert val is not None, "asked only where there are validation files"
+        val, data = self.data.val, self.config.data
+        samples: list[Sample] = []
+        if val is None:
+            return {}
         with self.timed("testing"):
             for rows in validation_batches(
                 len(val), data.val_batch_size, shuffle=data.validation_shuffle, seed=data.seed
@@ -162,6 +174,27 @@ class PPOTrainer:
         for sample in samples[: self.config.trainer.log_val_generations]:
             logger.info("  %s", sample.line())
         return validation_metrics(samples)
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Hand a step's metrics to the trackers."""
+        if metrics:
+            self.tracking.log(metrics, step=self.global_step)
+        for name, value in metrics.items():
+            if name.startswith("val-core/") and "/mean@" in name:
+                self.validations.setdefault(name, []).append((value, self.global_step))
+
+    def summary(self) -> Iterator[str]:
+        """What came of the run and where it can be looked at."""
+        for name, values in self.validations.items():
+            (first, first_step), (last, last_step), (best, best_step) = values[0], values[-1], max(values)
+            yield (
+                f"{name}: {first:.3f} at step {first_step}, {last:.3f} at step {last_step}, best {best:.3f} at step "
+                f"{best_step}"
+            )
+        folder, loggers = self.config.trainer.run_dir, self.config.trainer.logger
+        yield f"run folder: {folder} (metrics.jsonl has one line per step, logs/ what every process printed)"
+        if "tensorboard" in loggers:
+            yield f"curves: tensorboard --logdir {shlex.quote(f'{folder}/tensorboard')}"
 
     def generate(self, prompts: DataProto, *, validate: bool = False) -> DataProto:
         """Every prompt with its responses, prompt after prompt; the engines share the prompts."""

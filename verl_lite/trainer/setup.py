@@ -10,14 +10,18 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from verl_lite.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from verl_lite.algorithms.policy_losses import selector
 from verl_lite.config import Config
 from verl_lite.data.dataset import PromptDataset, build_dataset
 from verl_lite.data.prompts import load_tokenizer
 from verl_lite.distributed.placement import ResourcePool
 from verl_lite.distributed.worker_group import Limits, RoleSpec, WorkerGroup, spawn, spawn_rollout
+from verl_lite.plugins import check_options, pick_options, resolve
 from verl_lite.rewards import check_data_sources
 from verl_lite.rewards.pool import check_reward_function
 from verl_lite.rewards.worker import RewardFunction
+from verl_lite.rollout.engine import model_problems
 from verl_lite.rollout.weight_transfer import transfer_backend
 from verl_lite.workers.actor import ActorWorker
 from verl_lite.workers.critic import CriticWorker
@@ -30,7 +34,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class TrainingData:
     tokenizer: PreTrainedTokenizerBase
-    train: PromptDataset
+    train: PromptDataset | None  # None: validation only
     val: PromptDataset | None
     total_training_steps: int
 
@@ -51,29 +55,63 @@ class Workers:
 
 
 def load_data(config: Config) -> TrainingData:
-    """Read tokenizer and data sets. ValueError for whatever the user must mend, before a process is started."""
-    model, data = config.actor_rollout_ref.model, config.data
+    """Read tokenizer and data sets, and load the user's functions. ValueError for whatever the user must mend."""
+    model, data, trainer = config.actor_rollout_ref.model, config.data, config.trainer
+    check_functions(config)
+    check_model(config)
     tokenizer = load_tokenizer(
         data.tokenizer, trust_remote_code=model.trust_remote_code, custom_chat_template=model.custom_chat_template
     )
-    train = build_dataset(data, data.train_files, tokenizer, max_samples=data.train_max_samples)
-    val = None
+    train = val = None
+    if not trainer.val_only:
+        train = build_dataset(data, data.train_files, tokenizer, max_samples=data.train_max_samples)
     if data.val_files:
         val = build_dataset(data, data.val_files, tokenizer, max_samples=data.val_max_samples)
     custom = config.reward.custom_reward_function
     if custom.path is not None:
         check_reward_function(reward_function(config))
     else:
-        check_data_sources(dict.fromkeys([*train.data_sources, *(val.data_sources if val else [])]))
+        check_data_sources(dict.fromkeys(source for rows in (train, val) if rows for source in rows.data_sources))
+    if train is None:
+        return TrainingData(tokenizer, None, val, 0)
     if len(train) < data.train_batch_size:
         raise ValueError(
             f"data.train_batch_size={data.train_batch_size} is more than the {len(train)} prompts of data.train_files "
             f"that are left; set it to at most {len(train)} or give more data"
         )
-    steps = config.trainer.total_training_steps
-    return TrainingData(
-        tokenizer, train, val, steps or len(train) // data.train_batch_size * config.trainer.total_epochs
+    whole_run = len(train) // data.train_batch_size * trainer.total_epochs
+    return TrainingData(tokenizer, train, val, trainer.total_training_steps or whole_run)
+
+
+def check_functions(config: Config) -> None:
+    """Load the chosen estimator and loss and refuse options they lack, or need and did not get."""
+    policy_loss, algorithm = config.actor_rollout_ref.actor.policy_loss, config.algorithm
+    loss = resolve(policy_loss.loss_mode, POLICY_LOSSES, key="actor_rollout_ref.actor.policy_loss.loss_mode")
+    select = selector(loss)
+    check_options(
+        loss,
+        policy_loss.options,
+        key="actor_rollout_ref.actor.policy_loss",
+        reserved=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "row_keys"),
+        companions=[] if select is None else [select],
     )
+    estimator = resolve(algorithm.adv_estimator, ADVANTAGE_ESTIMATORS, key="algorithm.adv_estimator")
+    check_options(estimator, pick_options(estimator, vars(algorithm)), key="algorithm")
+
+
+def check_model(config: Config) -> None:
+    """Refuse a model folder that the chosen engine cannot serve, from its config.json alone."""
+    policy = config.actor_rollout_ref
+    if (Path(policy.model.path) / "config.json").is_file():
+        problems = model_problems(
+            policy.model.path,
+            engine=policy.rollout.name,
+            device=config.trainer.device,
+            max_model_len=policy.rollout.max_model_len,
+            override_config=policy.model.override_config,
+        )
+        if problems:
+            raise ValueError("; ".join(problems))
 
 
 def reward_function(config: Config) -> RewardFunction:
