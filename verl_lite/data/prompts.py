@@ -126,7 +126,8 @@ def encode_prompts(
     num_workers: int,
 ) -> TokenTable:
     """Token ids of every prompt under the chat template, generation prompt included. Raises `EncodingError`."""
-    num_processes = max(1, min(num_workers, len(prompts) // MIN_PROMPTS_PER_PROCESS))
+    # The tokenizer's own threads serve one process well; several pay off where the chat template is what takes time.
+    num_processes = max(1, min(num_workers, os.cpu_count() or 1, len(prompts) // MIN_PROMPTS_PER_PROCESS))
     if num_processes == 1:
         return _encode(prompts, tokenizer, template_kwargs)
     cuts = [len(prompts) * i // num_processes for i in range(num_processes + 1)]
