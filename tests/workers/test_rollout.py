@@ -84,6 +84,8 @@ def test_batches_of_replicas_with_other_widths_join_to_the_batch_of_one_engine()
         build_batch(all_prompts[1:], completions[1:], pad_token_id=11),
     ]
     assert join_batches(parts, pad_token_id=11) == whole
+    idle = build_batch(all_prompts[:0], [], pad_token_id=11)  # fewer prompts than replicas
+    assert join_batches([*parts, idle], pad_token_id=11) == whole
 
 
 def test_training_samples_and_validation_decodes_as_its_own_keys_say() -> None:

@@ -177,11 +177,12 @@ def join_batches(parts: Sequence[DataProto], *, pad_token_id: int) -> DataProto:
 
 
 def _right_padded(rows: list[list[Any]], fill: float) -> torch.Tensor:
-    width = max(map(len, rows))
+    width = max(map(len, rows), default=0)
     dtype = torch.float32 if isinstance(fill, float) else torch.int64
-    return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=dtype)
+    return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=dtype).reshape(len(rows), width)
 
 
 def _left_padded(rows: list[list[int]], fill: int) -> torch.Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([[fill] * (width - len(row)) + row for row in rows], dtype=torch.int64)
+    width = max(map(len, rows), default=0)
+    padded = [[fill] * (width - len(row)) + row for row in rows]
+    return torch.tensor(padded, dtype=torch.int64).reshape(len(rows), width)
