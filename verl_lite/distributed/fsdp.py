@@ -64,7 +64,7 @@ class FSDPEngine:
         }
         for layer in layers(self.module):
             fully_shard(layer, **options)
-        fully_shard(self.module, **options)
+        self.root = fully_shard(self.module, **options)  # the same object, seen as FSDP's
         if context.world_size > 1:
             self._receive_weights(full)
         if self.param_offload:
@@ -105,7 +105,7 @@ class FSDPEngine:
     def backward(self, loss_share: Tensor, *, last: bool) -> None:
         """Add a micro-batch's gradients. last: no other micro-batch follows before `step`."""
         if not self.sync_every_micro_batch:
-            self.module.set_requires_gradient_sync(last)
+            self.root.set_requires_gradient_sync(last)
         # FSDP averages gradients over ranks; multiply back, or twice the GPUs halve the step.
         (loss_share * self.context.world_size).backward()
 
@@ -113,7 +113,7 @@ class FSDPEngine:
         """Clip by the norm over all ranks and update, or, if that norm is not finite, do neither. Clears gradients."""
         assert self.optimizer is not None, "train_with comes first"
         parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         grad_norm = float(norm)
