@@ -1,4 +1,4 @@
-"""`main_ppo` around a stand-in for the trainer, for tests of start, end and failure: `python stub_run.py MODE key=…`."""
+"""`main_ppo` around a stand-in for the trainer, for tests of starts and ends: `python stub_run.py MODE key=…`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(config: Any, plan: Any, data: None, pool: Any, log_dir: Path) -> None:
     rollout = spawn_rollout(pool, RoleSpec(Sleeper), limits=limits, log_dir=log_dir)
     group.wait_ready()
     rollout.wait_ready()
-    print(f"raylet {cluster._daemons['raylet']}\nrunning", flush=True)
+    print(f"raylet {cluster._daemons.get('raylet')}\nrunning", flush=True)
     while True:
         try:
             group.call(Sleeper.work, MODE)

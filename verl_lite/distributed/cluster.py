@@ -117,7 +117,8 @@ class RayCluster:
     """A connection to Ray, made in the background; `wait` says when it stands.
 
     With an `address` (or `RAY_ADDRESS`) it is that cluster's, of which `close` stops nothing but this run's actors.
-    Else an embedded Ray with `num_slots` logical CPUs: on loopback, no dashboard, its files in `ray_dir`.
+    Else an embedded Ray: on loopback, no dashboard, its files in `ray_dir`, `num_cpus` or `num_slots` logical CPUs and
+    `num_gpus` or the GPUs Ray finds.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class RayCluster:
         timeout_s: float,
         address: str | None = None,
         num_cpus: int | None = None,
+        num_gpus: int | None = None,
         runtime_env: Mapping[str, Any] | None = None,
         object_store_bytes: int = GIB,
     ) -> None:
@@ -156,6 +158,7 @@ class RayCluster:
             options |= {
                 "address": "local",
                 "num_cpus": num_cpus or num_slots,
+                "num_gpus": num_gpus,
                 "include_dashboard": False,
                 "object_store_memory": min(object_store_bytes, int(psutil.virtual_memory().total * 0.3)),
                 "_node_ip_address": "127.0.0.1",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -44,7 +44,6 @@ class ResourcePool:
     def __init__(self, *, num_nodes: int, slots_per_node: int, device: str, timeout_s: float) -> None:
         bundle: dict[str, float] = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
         self.device = device
-        self.slots_per_node = slots_per_node
         _check_cluster_has(bundle, num_nodes, slots_per_node)
         self._groups = [
             placement_group([dict(bundle) for _ in range(slots_per_node)], strategy="STRICT_PACK")
@@ -58,29 +57,6 @@ class ResourcePool:
             self.close()
             raise
 
-    def rollout_slots(self, tensor_parallel_size: int, num_replicas: int | None = None) -> list[tuple[Slot, ...]]:
-        """The slots of each rollout replica: `tensor_parallel_size` neighbours of one node.
-
-        Replicas default to as many as the slots hold on GPUs and to one on CPU. On CPU replicas take no slot away
-        (their engine's threads are placed by core lists), so a replica is named by its first slot alone.
-        """
-        if self.device != "cuda":
-            return [(self.slots[i % len(self.slots)],) for i in range(num_replicas or 1)]
-        if self.slots_per_node % tensor_parallel_size:
-            divisors = [d for d in range(1, self.slots_per_node + 1) if self.slots_per_node % d == 0]
-            raise ValueError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel_size} does not divide "
-                f"trainer.n_gpus_per_node={self.slots_per_node}: a replica's GPUs must be on one node; "
-                f"possible: {', '.join(map(str, divisors))}"
-            )
-        replicas = [self.slots[i : i + tensor_parallel_size] for i in range(0, len(self.slots), tensor_parallel_size)]
-        if num_replicas is not None and num_replicas > len(replicas):
-            raise ValueError(
-                f"actor_rollout_ref.rollout.num_replicas={num_replicas} × tensor_model_parallel_size="
-                f"{tensor_parallel_size} needs {num_replicas * tensor_parallel_size} GPUs; there are {len(self.slots)}"
-            )
-        return replicas[:num_replicas]
-
     def close(self) -> None:
         """Give the slots back to the cluster."""
         for group in self._groups:
@@ -88,35 +64,54 @@ class ResourcePool:
         self._groups = []
 
 
+def replica_slots(
+    slots: Sequence[Slot], tensor_parallel_size: int, num_replicas: int | None = None
+) -> list[tuple[Slot, ...]]:
+    """The slots of each rollout replica: `tensor_parallel_size` neighbours of one node.
+
+    On GPUs there are as many replicas as the slots hold unless `num_replicas` says fewer. On CPU, where one is the
+    default, a replica's threads are placed by core lists, so it takes no slot away and is named by one of its node's.
+    """
+    if not slots[0].gpu_ids:
+        return [(slots[i % len(slots)],) for i in range(num_replicas or 1)]
+    by_node: dict[str, list[Slot]] = {}
+    for slot in slots:
+        by_node.setdefault(slot.node_id, []).append(slot)
+    replicas = []
+    for on_node in by_node.values():
+        if len(on_node) % tensor_parallel_size:
+            divisors = [d for d in range(1, len(on_node) + 1) if len(on_node) % d == 0]
+            raise PlacementError(
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel_size} does not divide "
+                f"trainer.n_gpus_per_node={len(on_node)}: a replica's GPUs must be on one node; "
+                f"possible: {', '.join(map(str, divisors))}"
+            )
+        replicas += [tuple(on_node[i : i + tensor_parallel_size]) for i in range(0, len(on_node), tensor_parallel_size)]
+    if num_replicas is not None and num_replicas > len(replicas):
+        raise PlacementError(
+            f"actor_rollout_ref.rollout.num_replicas={num_replicas} × tensor_model_parallel_size="
+            f"{tensor_parallel_size} needs {num_replicas * tensor_parallel_size} GPUs; "
+            f"there are {len(slots)}, enough for {len(replicas)}"
+        )
+    return replicas[:num_replicas]
+
+
 def _check_cluster_has(bundle: Mapping[str, float], num_nodes: int, slots_per_node: int) -> None:
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    fitting = [
-        int(min(node["Resources"].get(name, 0) // amount for name, amount in bundle.items())) // slots_per_node
-        for node in nodes
-    ]
-    if sum(fitting) >= num_nodes:
+    nodes = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    slots = [int(min(has.get(name, 0) // amount for name, amount in bundle.items())) for _, has in nodes]
+    if sum(on_node // slots_per_node for on_node in slots) >= num_nodes:
         return
     slot = " + ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-    available = "; ".join(
-        f"{node['NodeManagerAddress']}: "
-        + ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-        for node in nodes
-    )
-    most_slots = max(
-        (int(min(node["Resources"].get(name, 0) // amount for name, amount in bundle.items())) for node in nodes),
-        default=0,
-    )
-    way_out = (
-        f"trainer.nnodes={max(1, sum(1 for f in fitting if f))} trainer.n_gpus_per_node={most_slots}"
-        if most_slots
-        else "trainer.device=cpu"
-        if "GPU" in bundle
-        else "ray_kwargs.ray_init.num_cpus=" + str(num_nodes * slots_per_node)
-    )
+    available = [f"{address} with {has.get('CPU', 0):g} CPU, {has.get('GPU', 0):g} GPU" for address, has in nodes]
+    if max(slots, default=0):
+        most = max(slots)
+        way_out = f"trainer.nnodes={slots.count(most)} trainer.n_gpus_per_node={most}"
+    else:
+        way_out = "trainer.device=cpu" if "GPU" in bundle else "a cluster with free CPUs"
     raise PlacementError(
-        f"too few resources in the Ray cluster.\n"
+        f"too few resources in the Ray cluster\n"
         f"  wanted:    trainer.nnodes={num_nodes} × trainer.n_gpus_per_node={slots_per_node} slots of {slot}\n"
-        f"  available: {available or 'no node'}\n"
+        f"  available: {'; '.join(available) or 'no node'}\n"
         f"  fits:      {way_out}"
     )
 

@@ -60,8 +60,8 @@ def main(run_id: str, driver: int, ray_dir: Path, log_dir: Path) -> None:
     # A forked child of the driver may hold the pipe open, so its end isn't the only sign.
     while os.getppid() == driver and not select.select([sys.stdin], [], [], POLL_S)[0]:
         pass
-    alive = os.getppid() == driver
     ended = sweep(run_id)
+    alive = os.getppid() == driver  # asked late: a dying process closes its pipes first
     if ended:
         with contextlib.suppress(OSError), open(log_dir / "watchdog.log", "a") as log:
             print(time.strftime("%F %T"), f"driver {driver}", "closing" if alive else "gone", file=log)

@@ -32,7 +32,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_lite.distributed import cluster
-from verl_lite.distributed.placement import ResourcePool, Slot
+from verl_lite.distributed.placement import ResourcePool, Slot, replica_slots
 from verl_lite.distributed.process_group import RankContext, bind_listener, destroy_process_group, init_process_group
 
 logger = logging.getLogger(__name__)
@@ -260,8 +260,8 @@ class _Hosts:
 
     def kill(self, ranks: Sequence[int] | None = None) -> None:
         """End the hosts at once (None: all of them)."""
-        for member in self.members if ranks is None else [self.members[rank] for rank in ranks]:
-            ray.kill(member.actor, no_restart=True)
+        for rank in range(len(self.members)) if ranks is None else ranks:
+            ray.kill(self.members[rank].actor, no_restart=True)
 
     def _error(self, role: str, failures: Mapping[int, _Failure | RayError], what: str) -> WorkerError:
         def blame(rank: int) -> tuple[bool, bool, int]:  # a death explains more than an error, and that than its echo
@@ -289,7 +289,7 @@ class _Hosts:
         done = [rank for rank in range(len(self.members)) if rank not in late]
         with contextlib.suppress(OSError):
             if self.pids[late[0]] and self.members[late[0]].node in cluster.own_addresses():
-                os.kill(self.pids[late[0]], signal.SIGUSR1)
+                os.kill(self.pids[late[0]], signal.SIGUSR1)  # it writes its stack to its log
                 time.sleep(0.5)
         details = f"late: rank {', '.join(map(str, late))}; done: {', '.join(map(str, done)) or 'none'}\n"
         return WorkerTimeout(
@@ -428,7 +428,7 @@ def spawn(
             "scheduling_strategy": slot.strategy,
         }
         members.append(_start_host(slot, slot.index, f"{name}_rank{slot.index}", options, env, log_dir))
-    hosts = _Hosts(name, members, limits, collective=process_group)
+    hosts = _Hosts(name, members, limits, collective=True)
     contexts = [
         RankContext(slot.index, len(members), slot.local_index, slot.slots_on_node, pool.device) for slot in pool.slots
     ]
@@ -456,12 +456,12 @@ def spawn_rollout(
     log_dir: str | Path | None = None,
     name: str = "rollout",
 ) -> WorkerGroup[W]:
-    """Start one host per rollout replica (see `ResourcePool.rollout_slots`); rank = replica.
+    """Start one host per rollout replica (see `placement.replica_slots`); rank = replica.
 
     A replica asks Ray for nothing, since an actor in one bundle would see one GPU: it is put on the node of its slots
     and gets their GPUs by `CUDA_VISIBLE_DEVICES`. Returns at once, like `spawn`.
     """
-    replicas = pool.rollout_slots(tensor_parallel_size, num_replicas)
+    replicas = replica_slots(pool.slots, tensor_parallel_size, num_replicas)
     nodes = [slots[0].node_id for slots in replicas]
     members, contexts = [], []
     for rank, slots in enumerate(replicas):

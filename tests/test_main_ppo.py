@@ -1,0 +1,258 @@
+"""Starts, ends and failures of a run, around a stand-in for the trainer (`stub_run.py`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl_lite import main_ppo
+from verl_lite.distributed.cluster import check_machine
+from verl_lite.distributed.watchdog import RUN_ID
+
+MARK = "VERL_LITE_TEST"
+
+
+def arguments(folder: Path) -> list[str]:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "train.jsonl").write_text('{"prompt": []}\n')
+    return [
+        f"actor_rollout_ref.model.path={folder}/model",
+        f"data.train_files={folder}/train.jsonl",
+        f"trainer.run_dir={folder}/run",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=2",
+    ]
+
+
+@dataclass
+class Run:
+    """A started run; `pids` are those it printed, `lines` all it has printed."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    mark: str
+    pids: dict[str, int] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def read_until(self, beginning: str) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            words = line.split()
+            if len(words) == 2 and words[1].isdigit():
+                self.pids[words[0]] = int(words[1])
+            if line.startswith(beginning):
+                return
+        raise AssertionError(f"the run ended before {beginning!r}: {self.lines} {self.process.communicate()}")
+
+    def end(self, timeout_s: float) -> tuple[int, str, str]:
+        """(exit code, the rest of what it printed, its errors)."""
+        out, errors = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, errors
+
+    def processes(self) -> list[str]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                    found.append(f"{process.pid} {' '.join(process.cmdline())}"[:120])
+        return found
+
+    def none_left(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return not left
+
+
+CLUSTER = """
+import sys, ray
+from pathlib import Path
+from verl_lite.distributed.cluster import RayCluster, Watchdog
+watchdog = Watchdog(Path(sys.argv[1]))
+cluster = RayCluster(num_slots=2, ray_dir=watchdog.ray_dir, timeout_s=60, object_store_bytes=200 << 20)
+cluster.wait()
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+print(ray.available_resources()["CPU"], flush=True)
+cluster.close()
+watchdog.finish()
+"""
+
+
+@pytest.fixture(scope="module")
+def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a Ray cluster that is not the run's own; in the end it must still be there, with all its CPUs."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER, str(tmp_path_factory.mktemp("cluster"))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=plain_environment(),
+    )  # fmt: skip
+    assert process.stdout is not None
+    yield process.stdout.readline().strip()
+    assert process.communicate(timeout=60)[0].strip() == "2.0"
+
+
+def plain_environment(**more: str) -> dict[str, str]:
+    """Without what an outer run or cluster left there."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", RUN_ID)}
+    return {**kept, "PYTHONPATH": str(Path(__file__).parents[1]), **more}
+
+
+@contextlib.contextmanager
+def run(mode: str, folder: Path, *overrides: str, **environment: str) -> Iterator[Run]:
+    mark = str(folder)
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("stub_run.py")), mode, *arguments(folder), *overrides],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, start_new_session=True,
+        env=plain_environment(**{MARK: mark}, **environment),
+    )  # fmt: skip
+    started = Run(process, folder, mark)
+    try:
+        yield started
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("trainer.total_epoch=3", ["trainer.total_epoch", "trainer.total_epochs"]),
+        ("data.train_files=/nowhere/train.parquet", ["data.train_files", "/nowhere/train.parquet"]),
+        ("actor_rollout_ref.model.path=/nowhere/model", ["actor_rollout_ref.model.path", "/nowhere/model"]),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=3", ["ppo_mini_batch_size=3", "train_batch_size=4"]),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    argument: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    assert main_ppo.main([*arguments(tmp_path), argument]) == 2
+    assert time.monotonic() - started < 5
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
+    assert not (tmp_path / "run").exists()
+
+
+def test_far_more_ranks_than_cores_are_refused_and_a_few_more_are_warned_of() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert check_machine(cores, "cpu") == ([], [])
+    errors, warnings = check_machine(cores + 1, "cpu")
+    assert errors == [] and f"{cores + 1} ranks on {cores} cores" in warnings[0]
+    errors, _ = check_machine(4 * cores + 1, "cpu")
+    assert f"type trainer.nnodes=1 trainer.n_gpus_per_node={cores}" in errors[0]
+
+
+def test_more_ranks_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = psutil.virtual_memory()._replace(available=1 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    errors, _ = check_machine(1, "cpu")
+    assert "need at least 2.5 GiB of memory, 1.0 GiB are free" in errors[0]  # 1 rank · 0.5 + 2 for the engine
+
+
+def test_a_run_ends_with_0_a_quiet_console_and_nothing_left(tmp_path: Path) -> None:
+    with run("done", tmp_path) as started:
+        code, out, errors = started.end(timeout_s=90)
+        assert (code, errors) == (0, "")
+        assert started.none_left(timeout_s=0)
+    assert "Batch plan" in out
+    assert out.splitlines()[-1] == "running"  # no flood of Ray, and no noise at the end
+    logs = tmp_path / "run" / "logs"
+    assert (logs / "train_rank1.log").read_text() == "working\n"
+    assert {"driver.log", "rollout_rank0.log", "ray"} <= {path.name for path in logs.iterdir()}
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["trainer"]["n_gpus_per_node"] == 2
+
+
+def test_ctrl_c_ends_everything_with_130_and_listens_on_loopback_only_until_then(tmp_path: Path) -> None:
+    with run("sleep", tmp_path) as started:
+        started.read_until("running")
+        listening = set()
+        for process in [psutil.Process(int(line.split()[0])) for line in started.processes()]:
+            connections = process.net_connections(kind="inet")
+            listening |= {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+        assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+        os.killpg(started.process.pid, signal.SIGINT)  # as the terminal does: to the whole group
+        code, _, errors = started.end(timeout_s=30)
+        assert (code, "Traceback" in errors) == (130, False)
+        assert started.none_left(timeout_s=0)
+
+
+def test_ctrl_c_while_ray_starts_leaves_nothing(tmp_path: Path) -> None:
+    with run("sleep", tmp_path) as started:
+        started.read_until("driver")
+        os.killpg(started.process.pid, signal.SIGINT)
+        assert started.end(timeout_s=30)[0] == 130
+        assert started.none_left(timeout_s=15)
+
+
+def test_everything_ends_when_the_driver_is_killed(tmp_path: Path) -> None:
+    with run("sleep", tmp_path) as started:
+        started.read_until("running")
+        os.kill(started.pids["driver"], signal.SIGKILL)
+        assert started.none_left(timeout_s=15)
+    assert "gone" in (tmp_path / "run" / "logs" / "watchdog.log").read_text()
+
+
+def test_a_dead_raylet_ends_the_run(tmp_path: Path) -> None:
+    with run("sleep", tmp_path) as started:
+        started.read_until("running")
+        os.kill(started.pids["raylet"], signal.SIGKILL)
+        code, _, errors = started.end(timeout_s=30)
+        assert code == 1
+        assert f"Ray's raylet (pid {started.pids['raylet']}) died during actor: Sleeper.work" in errors
+        assert started.none_left(timeout_s=0)
+
+
+def test_bad_data_is_refused_by_its_message_alone(tmp_path: Path, running_cluster: str) -> None:
+    with run("bad_data", tmp_path, RAY_ADDRESS=running_cluster) as started:
+        code, _, errors = started.end(timeout_s=60)
+        assert code == 2
+        assert errors == "refused: data.train_files has no prompt shorter than data.max_prompt_length\n"
+        assert started.none_left(timeout_s=0)
+
+
+def test_a_dead_worker_ends_the_run_with_one_report(tmp_path: Path, running_cluster: str) -> None:
+    with run("worker_dies", tmp_path, RAY_ADDRESS=running_cluster) as started:
+        code, _, errors = started.end(timeout_s=60)
+        assert code == 1
+        assert "failed: WorkerError: actor rank 1 died in Sleeper.work" in errors
+        assert "last lines of" in errors and "  working" in errors
+        assert "Traceback" not in errors
+        assert started.none_left(timeout_s=0)
+
+
+def test_a_second_ctrl_c_ends_a_run_that_ignores_the_first_at_once(tmp_path: Path, running_cluster: str) -> None:
+    with run("deaf", tmp_path, RAY_ADDRESS=running_cluster) as started:
+        started.read_until("running")
+        os.kill(started.pids["driver"], signal.SIGINT)
+        time.sleep(1)
+        os.kill(started.pids["driver"], signal.SIGINT)
+        assert started.end(timeout_s=3)[0] == 130
+        assert started.none_left(timeout_s=15)
+
+
+def test_more_slots_than_a_running_cluster_has_are_refused(tmp_path: Path, running_cluster: str) -> None:
+    with run("done", tmp_path, "trainer.n_gpus_per_node=5", RAY_ADDRESS=running_cluster) as started:
+        code, _, errors = started.end(timeout_s=60)
+        assert code == 2
+        assert "wanted:    trainer.nnodes=1 × trainer.n_gpus_per_node=5 slots of 1 CPU" in errors
+        assert "available: 127.0.0.1 with 2 CPU" in errors
+        assert "fits:      trainer.nnodes=1 trainer.n_gpus_per_node=2" in errors
