@@ -85,27 +85,26 @@ class Run:
 CLUSTER = """
 import sys, ray
 from pathlib import Path
-from verl_lite.distributed.cluster import RayCluster, Watchdog
+from verl_lite.distributed.cluster import Watchdog
 watchdog = Watchdog(Path(sys.argv[1]))
-cluster = RayCluster(num_slots=2, ray_dir=watchdog.ray_dir, timeout_s=60, object_store_bytes=200 << 20)
-cluster.wait()
+ray.init("local", num_cpus=2, include_dashboard=False, _temp_dir=str(watchdog.ray_dir), object_store_memory=200 << 20)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 print(ray.available_resources()["CPU"], flush=True)
-cluster.close()
+ray.shutdown()
 watchdog.finish()
 """
 
 
 @pytest.fixture(scope="module")
-def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Ray cluster that is not the run's own; in the end it must still be there, with all its CPUs."""
+def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What leads a run to a Ray cluster not its own; in the end that must still be there, with all its CPUs."""
     process = subprocess.Popen(
         [sys.executable, "-c", CLUSTER, str(tmp_path_factory.mktemp("cluster"))],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=plain_environment(),
     )  # fmt: skip
     assert process.stdout is not None
-    yield process.stdout.readline().strip()
+    yield {"RAY_ADDRESS": process.stdout.readline().strip(), "RAY_AUTH_MODE": "token"}
     assert process.communicate(timeout=60)[0].strip() == "2.0"
 
 
@@ -221,16 +220,16 @@ def test_a_dead_raylet_ends_the_run(tmp_path: Path) -> None:
         assert started.none_left(timeout_s=0)
 
 
-def test_bad_data_is_refused_by_its_message_alone(tmp_path: Path, running_cluster: str) -> None:
-    with run("bad_data", tmp_path, RAY_ADDRESS=running_cluster) as started:
+def test_bad_data_is_refused_by_its_message_alone(tmp_path: Path, running_cluster: dict[str, str]) -> None:
+    with run("bad_data", tmp_path, **running_cluster) as started:
         code, _, errors = started.end(timeout_s=60)
         assert code == 2
         assert errors == "refused: data.train_files has no prompt shorter than data.max_prompt_length\n"
         assert started.none_left(timeout_s=0)
 
 
-def test_a_dead_worker_ends_the_run_with_one_report(tmp_path: Path, running_cluster: str) -> None:
-    with run("worker_dies", tmp_path, RAY_ADDRESS=running_cluster) as started:
+def test_a_dead_worker_ends_the_run_with_one_report(tmp_path: Path, running_cluster: dict[str, str]) -> None:
+    with run("worker_dies", tmp_path, **running_cluster) as started:
         code, _, errors = started.end(timeout_s=60)
         assert code == 1
         assert "failed: WorkerError: actor rank 1 died in Sleeper.work" in errors
@@ -239,8 +238,10 @@ def test_a_dead_worker_ends_the_run_with_one_report(tmp_path: Path, running_clus
         assert started.none_left(timeout_s=0)
 
 
-def test_a_second_ctrl_c_ends_a_run_that_ignores_the_first_at_once(tmp_path: Path, running_cluster: str) -> None:
-    with run("deaf", tmp_path, RAY_ADDRESS=running_cluster) as started:
+def test_a_second_ctrl_c_ends_a_run_that_ignores_the_first_at_once(
+    tmp_path: Path, running_cluster: dict[str, str]
+) -> None:
+    with run("deaf", tmp_path, **running_cluster) as started:
         started.read_until("running")
         os.kill(started.pids["driver"], signal.SIGINT)
         time.sleep(1)
@@ -249,10 +250,10 @@ def test_a_second_ctrl_c_ends_a_run_that_ignores_the_first_at_once(tmp_path: Pat
         assert started.none_left(timeout_s=15)
 
 
-def test_more_slots_than_a_running_cluster_has_are_refused(tmp_path: Path, running_cluster: str) -> None:
-    with run("done", tmp_path, "trainer.n_gpus_per_node=5", RAY_ADDRESS=running_cluster) as started:
+def test_more_slots_than_a_running_cluster_has_are_refused(tmp_path: Path, running_cluster: dict[str, str]) -> None:
+    with run("done", tmp_path, "trainer.n_gpus_per_node=5", **running_cluster) as started:
         code, _, errors = started.end(timeout_s=60)
         assert code == 2
         assert "wanted:    trainer.nnodes=1 × trainer.n_gpus_per_node=5 slots of 1 CPU" in errors
-        assert "available: 127.0.0.1 with 2 CPU" in errors
+        assert f"available: {running_cluster['RAY_ADDRESS'].rpartition(':')[0]} with 2 CPU" in errors
         assert "fits:      trainer.nnodes=1 trainer.n_gpus_per_node=2" in errors

@@ -188,7 +188,11 @@ class RayCluster:
                 raise TimeoutError(f"Ray {where} did not answer within trainer.start_timeout_s={self._timeout_s:g} s")
         if self._error is not None:
             where = f"at {self.address}" if self.address else "on this machine"
-            raise ConnectionError(f"Ray {where} cannot be used: {self._error}") from self._error
+            root = self._error
+            while root.__cause__ is not None:
+                root = root.__cause__
+            reason = str(root).strip().rpartition("\n")[2]  # the lines before it are a traceback
+            raise ConnectionError(f"Ray {where} cannot be used: {self._error}: {reason}") from self._error
         if self.address is None:
             for child in psutil.Process().children():
                 if child.name() in ("raylet", "gcs_server"):
