@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from verl_lite.config import Config
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+MODELS = ("actor_rollout_ref.model", "critic.model")
 
 # The schedule
 
@@ -782,8 +783,16 @@ def _notes(cfg: Config, actor: UpdatePlan, given: Collection[str]) -> Iterator[s
         coef = f"{ACTOR}.kl_loss_coef={policy.kl_loss_coef}"
         yield f"No effect: {kl_coef}={_get(cfg, kl_coef)}; the KL is in the loss ({coef}), not in the reward."
     reward_kl = [kl_coef] * (not in_loss) + [kl_type, *adaptive, "algorithm.kl_penalty"]
+    switched = {f"{role}.lora_rank": [f"{role}.lora_alpha", f"{role}.target_modules"] for role in MODELS}
+    switched[f"{ROLLOUT}.nnodes"] = [f"{ROLLOUT}.n_gpus_per_node"]
+    for switch in ("algorithm.filter_groups.enable", "reward.reward_model.enable"):
+        section = switch.removesuffix("enable")
+        switched[switch] = [key for key in given if key.startswith(section) and key != switch]
+    ckpt = ("trainer.default_local_dir", "trainer.max_actor_ckpt", "trainer.max_critic_ckpt", f"{ACTOR}.checkpoint.")
+    saved = [key for key in given if key.startswith(ckpt)]
     offload = [f"{ACTOR}.fsdp_config.{key}" for key in ("param_offload", "optimizer_offload")]
     offload += [f"{REF}.fsdp_config.param_offload", f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.gpu_memory_utilization"]
+    offload += [f"critic.fsdp.{key}" for key in ("param_offload", "optimizer_offload") if cfg.needs_critic]
     without_effect: list[tuple[bool, Sequence[str], str]] = [
         (not in_reward, reward_kl, "algorithm.use_kl_in_reward=False"),
         (in_reward and algorithm.kl_ctrl.type == "fixed", adaptive, f"{kl_type}=fixed"),
@@ -792,6 +801,8 @@ def _notes(cfg: Config, actor: UpdatePlan, given: Collection[str]) -> Iterator[s
         (not cfg.needs_critic, [key for key in given if key.startswith("critic.")], "this run has no critic"),
         (cfg.trainer.device == "cpu", offload, "trainer.device=cpu, where there is no second memory to use"),
         (not policy.shuffle, [f"{ACTOR}.data_loader_seed"], f"{ACTOR}.shuffle=False"),
+        *((not _get(cfg, switch), keys, f"{switch}={_get(cfg, switch)}") for switch, keys in switched.items()),
+        (cfg.trainer.save_freq <= 0, saved, f"trainer.save_freq={cfg.trainer.save_freq} saves nothing"),
     ]
     for phase in _phases(cfg).values():
         dynamic = bool(_get(cfg, phase.dynamic))

@@ -672,6 +672,8 @@ PLUGIN_KEYS = (
 PENDING: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.save_freq": ((0,), "checkpoints are not built yet; leave it at -1"),
     "trainer.resume_mode": (("disable",), "checkpoints are not built yet; there is nothing to resume from"),
+    "trainer.preempt_grace_s": ((), "saving on SIGTERM is not built yet; the run ends at once"),
+    "trainer.max_rollout_restarts": ((0,), "restarting an engine is not built yet; the run ends when one dies"),
     "actor_rollout_ref.model.lora_rank": ((), "LoRA is not built yet"),
     "actor_rollout_ref.model.lora_adapter_path": ((), "LoRA is not built yet"),
     "critic.model.lora_rank": ((), "LoRA is not built yet"),

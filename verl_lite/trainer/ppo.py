@@ -206,6 +206,9 @@ class PPOTrainer:
     def score(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Adds `token_level_scores` and what else the reward function returned."""
         rewards = self.rewards.score(batch)
+        if self.config.trainer.rollout_data_dir is not None:
+            samples = read_samples(batch, rewards, self.data.tokenizer)
+            write_samples(samples, self.config.trainer.rollout_data_dir, self.global_step)
         columns = DataProto.from_dict({"token_level_scores": rewards.token_level_scores}, rewards.columns)
         # A response without a score takes part in nothing: not in its group's mean, not in the loss.
         mask = batch.batch["response_mask"] * rewards.scored[:, None]
