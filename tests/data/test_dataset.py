@@ -133,9 +133,19 @@ def test_too_long_prompts_are_dropped_and_counted(tokenizer: Any, tmp_path: Path
         data = dataset([file], tokenizer, max_prompt_length=8, filter_overlong_prompts=True)
     assert [len(q) for q in questions(data)] == [3, 4, 8]
     assert vars(data.counts) == {"read": 4, "too_long": 1, "kept": 3, "shortest": 3, "longest": 9}
-    assert "1 longer than data.max_prompt_length=8 dropped, 3 kept" in caplog.text
+    expected = "4 prompts of 3–9 tokens; 1 longer than data.max_prompt_length=8 dropped, 3 left"
+    assert caplog.messages == [f"{tmp_path.name}/a.parquet: {expected}"]
     # The uid is the place in the files: the filter does not change which prompt a uid names.
     assert data.batch([1], 0).non_tensor_batch["uid"].tolist() == ["0-2"]
+
+
+def test_where_all_prompts_fit_their_number_and_length_are_all_it_says(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    file = write_parquet([row("1" * 6)] * 2, tmp_path / "a.parquet")
+    with caplog.at_level(logging.INFO):
+        dataset([file], tokenizer, max_prompt_length=8)
+    assert caplog.messages == [f"{tmp_path.name}/a.parquet: 2 prompts of 6 tokens"]
 
 
 def test_nothing_left_says_how_short_the_shortest_is(tokenizer: Any, tmp_path: Path):

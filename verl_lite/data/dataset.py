@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,12 +160,17 @@ class PromptDataset:
                 f"{counts.longest} tokens; first: {self._where(first)} with {lengths[first]}); raise it, drop them "
                 "with data.filter_overlong_prompts=True, or cut them with data.truncation=left, right or middle"
             )
-        logger.info(
-            "%d prompts of %d to %d tokens read, %d longer than data.max_prompt_length=%d %s, %d kept",
-            counts.read, counts.shortest, counts.longest, counts.too_long, limit,
-            "dropped" if filter_overlong_prompts else f"cut ({self._truncation})", counts.kept,
-        )  # fmt: skip
+        logger.info("%s", self._describe(counts, dropped=filter_overlong_prompts))
         return kept.tolist(), counts
+
+    def _describe(self, counts: PromptCounts, *, dropped: bool) -> str:
+        names = ", ".join("/".join(Path(path).parts[-2:]) for path, _ in self._files)
+        lengths = "–".join(map(str, dict.fromkeys((counts.shortest, counts.longest))))
+        text = f"{names}: {counts.read} prompts of {lengths} tokens"
+        if not counts.too_long:
+            return text
+        fate = f"dropped, {counts.kept} left" if dropped else f"cut (data.truncation={self._truncation})"
+        return f"{text}; {counts.too_long} longer than data.max_prompt_length={self._max_prompt_length} {fate}"
 
     def _truncate(self, ids: np.ndarray) -> np.ndarray:
         limit = self._max_prompt_length

@@ -36,10 +36,15 @@ class Sampler:
         self._order = self._make_order()
         dropped = num_rows % batch_size
         if dropped:
-            logger.warning(
+            logger.info(
                 "the last %d of %d prompts of every epoch do not fill a batch of %d and are left out",
                 dropped, num_rows, batch_size,
             )  # fmt: skip
+
+    @property
+    def epoch(self) -> int:
+        """Of the batch given out last."""
+        return self._epoch
 
     @property
     def steps_per_epoch(self) -> int:
