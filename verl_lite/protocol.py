@@ -27,6 +27,7 @@ old_log_probs        [B, R]    float32 actor, before the update  policy loss, me
 ref_log_probs        [B, R]    float32 ref                       KL penalty, KL loss
 values               [B, R]    float32 critic, before the update advantages, value loss
 token_level_scores   [B, R]    float32 reward                    KL penalty, metrics
+baseline_scores      [B]       float32 driver, where needed      advantages; of a greedy response to the prompt
 token_level_rewards  [B, R]    float32 driver: scores less KL    advantages, metrics
 advantages           [B, R]    float32 driver                    policy loss, metrics
 returns              [B, R]    float32 driver                    value loss, metrics

@@ -90,19 +90,25 @@ def test_batches_of_replicas_with_other_widths_join_to_the_batch_of_one_engine()
 
 def test_training_samples_and_validation_decodes_as_its_own_keys_say() -> None:
     rollout = rollout_config(temperature=0.9, top_p=0.8, top_k=7, n=5, val_kwargs=ValKwargs(n=2, do_sample=True))
-    train = sampling_options(rollout, 16, validate=False)
+    train = sampling_options(rollout, 16, "train")
     assert (train.n, train.temperature, train.top_p, train.top_k, train.max_tokens) == (5, 0.9, 0.8, 7, 16)
-    greedy = sampling_options(rollout_config(temperature=0.9), 16, validate=True)
+    greedy = sampling_options(rollout_config(temperature=0.9), 16, "validate")
     assert (greedy.n, greedy.temperature, greedy.max_tokens) == (1, 0.0, 16)
-    assert sampling_options(rollout, 16, validate=False) == train
+    assert sampling_options(rollout, 16, "train") == train
+
+
+def test_a_baseline_is_one_greedy_response_whatever_the_keys_of_sampling_say() -> None:
+    rollout = rollout_config(temperature=0.9, n=5, val_kwargs=ValKwargs(n=2, do_sample=True, temperature=1.0))
+    baseline = sampling_options(rollout, 16, "baseline")
+    assert (baseline.n, baseline.temperature, baseline.max_tokens) == (1, 0.0, 16)
 
 
 def test_several_greedy_validation_responses_are_warned_about() -> None:
     with pytest.warns(UserWarning, match="val_kwargs.n=2 with greedy decoding gives 2 equal responses"):
-        sampling_options(rollout_config(val_kwargs=ValKwargs(n=2)), 16, validate=True)
+        sampling_options(rollout_config(val_kwargs=ValKwargs(n=2)), 16, "validate")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sampling_options(rollout_config(), 16, validate=True)
+        sampling_options(rollout_config(), 16, "validate")
 
 
 def test_seeds_differ_by_run_step_and_prompt_and_leave_room_for_n() -> None:
@@ -116,30 +122,30 @@ def test_seeds_differ_by_run_step_and_prompt_and_leave_room_for_n() -> None:
 
 def test_each_prompt_gets_n_responses_in_training_and_validation(tiny_model_path: str) -> None:
     rollout = worker(tiny_model_path, val_kwargs=ValKwargs(n=2, do_sample=True, temperature=1.0))
-    assert len(rollout.generate(prompts([5], [6, 7]), validate=False, step=1)) == 6
-    assert len(rollout.generate(prompts([5], [6], [7], [8], [9]), validate=True, step=1)) == 10
+    assert len(rollout.generate(prompts([5], [6, 7]), purpose="train", step=1)) == 6
+    assert len(rollout.generate(prompts([5], [6], [7], [8], [9]), purpose="validate", step=1)) == 10
 
 
 def test_samples_depend_on_seed_step_and_uid_alone(tiny_model_path: str) -> None:
     first, second = worker(tiny_model_path), worker(tiny_model_path, rank=1)
-    both = first.generate(prompts([5, 6], [5, 6]), validate=False, step=1)
+    both = first.generate(prompts([5, 6], [5, 6]), purpose="train", step=1)
     responses = both.batch["responses"].tolist()
     assert len({tuple(row) for row in responses}) == 6
-    again = second.generate(prompts([5, 6], [5, 6])[1:], validate=False, step=1).batch["responses"]
+    again = second.generate(prompts([5, 6], [5, 6])[1:], purpose="train", step=1).batch["responses"]
     width = again.shape[1]
     assert again.tolist() == [row[:width] for row in responses[3:]]
-    assert first.generate(prompts([5, 6], [5, 6]), validate=False, step=2).batch["responses"].tolist() != responses
+    assert first.generate(prompts([5, 6], [5, 6]), purpose="train", step=2).batch["responses"].tolist() != responses
 
 
 def test_validation_is_repeatable_and_training_after_it_still_samples(tiny_model_path: str) -> None:
     rollout = worker(tiny_model_path, seed=None)
     problems = prompts([5, 6], [7, 8])
-    one, two = (rollout.generate(problems, validate=True, step=step).batch["responses"].tolist() for step in (1, 2))
-    assert one == two
-    train = rollout.generate(problems, validate=False, step=2).batch["responses"].tolist()
+    one, two = (rollout.generate(problems, purpose="validate", step=step).batch["responses"] for step in (1, 2))
+    assert one.tolist() == two.tolist()
+    train = rollout.generate(problems, purpose="train", step=2).batch["responses"].tolist()
     assert len({tuple(row) for row in train}) > 2
 
 
 def test_log_probs_are_left_out_when_not_asked_for(tiny_model_path: str) -> None:
-    batch = worker(tiny_model_path, calculate_log_probs=False).generate(prompts([5]), validate=False, step=1)
+    batch = worker(tiny_model_path, calculate_log_probs=False).generate(prompts([5]), purpose="train", step=1)
     assert "rollout_log_probs" not in batch.batch

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from verl_lite.algorithms import ADVANTAGE_ESTIMATORS
+from verl_lite.algorithms import ADVANTAGE_ESTIMATORS, ESTIMATORS_WITH_GREEDY_BASELINE
 from verl_lite.algorithms.advantages import AdvantageInputs, group_ids
 from verl_lite.algorithms.aggregate import MiniBatchTotals, masked_mean
 from verl_lite.algorithms.correction import correct_rollout, rollout_probs_diff
@@ -41,10 +42,12 @@ from verl_lite.trainer.setup import TrainingData, Workers, reward_function, star
 from verl_lite.workers.actor import ActorWorker
 from verl_lite.workers.critic import CriticWorker
 from verl_lite.workers.ref import RefWorker
-from verl_lite.workers.rollout import RolloutWorker, join_batches
+from verl_lite.workers.rollout import Purpose, RolloutWorker, join_batches
 from verl_lite.workers.update import MiniBatchResult, UpdateSummary, summarise_updates
 
 logger = logging.getLogger(__name__)
+
+PROMPT_COLUMNS = ["uid", "prompt_ids", "data_source", "ground_truth", "extra_info"]  # what generating and scoring read
 
 
 def run(config: Config, plan: BatchPlan, data: TrainingData, pool: ResourcePool, log_dir: Path) -> None:
@@ -102,6 +105,7 @@ class PPOTrainer:
             rows = config.data
             self.sampler = Sampler(len(data.train), rows.train_batch_size, rows.shuffle, rows.seed)
         self.estimator = resolve(config.algorithm.adv_estimator, ADVANTAGE_ESTIMATORS, key="algorithm.adv_estimator")
+        self.needs_baseline = config.algorithm.adv_estimator in ESTIMATORS_WITH_GREEDY_BASELINE
         self.kl_controller = make_kl_controller(**vars(config.algorithm.kl_ctrl))
         self.global_step = 0  # the training step being made
         self.skipped_in_a_row = {"actor": 0, "critic": 0}
@@ -131,6 +135,9 @@ class PPOTrainer:
             batch = self.generate(prompts)
         with self.timed("reward"):
             batch, metrics = self.score(batch)
+        if self.needs_baseline:
+            with self.timed("baseline"):
+                batch = self.add_baseline(batch)
         with self.timed("old_log_prob"):
             batch = forward(workers.actor, ActorWorker.compute_log_probs, batch, plan.forward_pass("old_log_probs"))
         if workers.ref is not None:
@@ -167,7 +174,7 @@ class PPOTrainer:
             for rows in validation_batches(
                 len(val), data.val_batch_size, shuffle=data.validation_shuffle, seed=data.seed
             ):
-                batch = self.generate(val.batch(rows, 0), validate=True)
+                batch = self.generate(val.batch(rows, 0), "validate")
                 samples += read_samples(batch, self.rewards.score(batch), self.data.tokenizer)
         if self.config.trainer.validation_data_dir is not None:
             write_samples(samples, self.config.trainer.validation_data_dir, self.global_step)
@@ -196,11 +203,11 @@ class PPOTrainer:
         if "tensorboard" in loggers:
             yield f"curves: tensorboard --logdir {shlex.quote(f'{folder}/tensorboard')}"
 
-    def generate(self, prompts: DataProto, *, validate: bool = False) -> DataProto:
+    def generate(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
         """Every prompt with its responses, prompt after prompt; the engines share the prompts."""
         rollout = self.workers.rollout
         shards = prompts.chunk(rollout.dp_size)
-        parts = rollout.map(RolloutWorker.generate, shards, validate=validate, step=self.global_step)
+        parts = rollout.map(RolloutWorker.generate, shards, purpose=purpose, step=self.global_step)
         return join_batches(parts, pad_token_id=self.data.tokenizer.pad_token_id)
 
     def score(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
@@ -213,6 +220,18 @@ class PPOTrainer:
         # A response without a score takes part in nothing: not in its group's mean, not in the loss.
         mask = batch.batch["response_mask"] * rewards.scored[:, None]
         return with_tensors(batch, response_mask=mask).union(columns), rewards.metrics
+
+    def add_baseline(self, batch: DataProto) -> DataProto:
+        """Adds `baseline_scores` [B]: what one greedy response to the row's prompt scores."""
+        groups = group_ids(batch.non_tensor_batch["uid"])
+        first_rows = np.unique(groups, return_index=True)[1]
+        prompts = batch.select([], PROMPT_COLUMNS)[first_rows]  # row i: the prompt of group i
+        greedy = self.generate(prompts, "baseline")
+        rewards = self.rewards.score(greedy)
+        # Rows that have nothing to be compared with take part in nothing, as rows without a score.
+        mask = batch.batch["response_mask"] * rewards.scored[groups, None]
+        scores = rewards.token_level_scores.sum(-1)[groups]
+        return with_tensors(batch, baseline_scores=scores, response_mask=mask)
 
     def compute_advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Adds `token_level_rewards`, `advantages`, `returns` and, where the correction weighs, `rollout_weights`."""

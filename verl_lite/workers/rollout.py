@@ -6,12 +6,12 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from verl_lite.config import PolicyModelConfig, RolloutConfig
+from verl_lite.config import PolicyModelConfig, RolloutConfig, ValKwargs
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.plugins import resolve
 from verl_lite.protocol import DataProto
@@ -20,6 +20,9 @@ from verl_lite.rollout.engine import Completion, Engine, EngineSettings, Generat
 from verl_lite.rollout.weight_transfer import WeightUpdate, transfer_backend
 
 logger = logging.getLogger(__name__)
+
+# What responses are for: `rollout.*`, `rollout.val_kwargs.*`, or one greedy response per prompt as its baseline.
+Purpose = Literal["train", "validate", "baseline"]
 
 
 class RolloutWorker:
@@ -70,12 +73,12 @@ class RolloutWorker:
         engine_class = resolve(rollout.name, ENGINES, key="actor_rollout_ref.rollout.name")
         self._engine: Engine = engine_class(settings)
 
-    def generate(self, prompts: DataProto, *, validate: bool, step: int) -> DataProto:
+    def generate(self, prompts: DataProto, *, purpose: Purpose, step: int) -> DataProto:
         """The prompts' rows, each n times (prompt-major), with responses; columns as in `protocol`.
 
         `prompts` needs the object columns `uid` and `prompt_ids`; all object columns are kept.
         """
-        sampling = sampling_options(self._rollout, self._max_response_length, validate=validate)
+        sampling = sampling_options(self._rollout, self._max_response_length, purpose)
         requests = [
             GenerationRequest(uid, list(ids), request_seed(self._rollout.seed, step, uid))
             for uid, ids in zip(prompts.non_tensor_batch["uid"], prompts.non_tensor_batch["prompt_ids"], strict=True)
@@ -103,18 +106,19 @@ class RolloutWorker:
         self._engine.shutdown()
 
 
-def sampling_options(rollout: RolloutConfig, max_response_length: int, *, validate: bool) -> SamplingOptions:
-    """Training samples by `rollout.*`, validation by `rollout.val_kwargs.*`; neither leaves a trace in the other."""
-    source = rollout.val_kwargs if validate else rollout
-    if validate and source.n > 1 and (source.temperature == 0 or not source.do_sample):
+def sampling_options(rollout: RolloutConfig, max_response_length: int, purpose: Purpose) -> SamplingOptions:
+    """How to decode; what the keys say of training leaves no trace in validation, nor the other way round."""
+    source: RolloutConfig | ValKwargs = rollout.val_kwargs if purpose == "validate" else rollout
+    greedy = purpose == "baseline" or not source.do_sample or source.temperature == 0
+    if purpose == "validate" and source.n > 1 and greedy:
         warnings.warn(
             f"actor_rollout_ref.rollout.val_kwargs.n={source.n} with greedy decoding gives {source.n} equal responses; "
             "set val_kwargs.do_sample=True and a temperature",
             stacklevel=2,
         )
     return SamplingOptions(
-        n=source.n,
-        temperature=source.temperature if source.do_sample else 0.0,
+        n=1 if purpose == "baseline" else source.n,
+        temperature=0.0 if greedy else source.temperature,
         top_p=source.top_p,
         top_k=source.top_k,
         max_tokens=max_response_length,
