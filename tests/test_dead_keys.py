@@ -4,8 +4,8 @@ Each key stands once in EFFECTS, with the other value and the place where the di
 reads has no such place. The places:
 
 - RUN: a training step or a validation with the real trainer, workers, hf engine and reward pool, in this process:
-  metrics (not `lr` and timings, which would only repeat the key), files, printed lines, shapes and dtypes that enter
-  the models' layers, what FSDP, the worker groups, the reward pool and the tokenizing are asked for;
+  metrics (not timings, nor those that only repeat a key), files, printed lines, shapes and dtypes that enter the
+  models' layers, what FSDP, the worker groups, the reward pool and the tokenizing are asked for;
 - SCHEDULES: who runs which row, on several ranks;
 - ENGINE: what vLLM is started with; RAY: what Ray and its placement groups are asked for;
 - READ: a worker reads it, which is all that can be seen without a GPU;
@@ -81,6 +81,7 @@ DYNAMIC_OLD = [*BASE, R + "log_prob_use_dynamic_bsz=True"]
 SHUFFLED = [*BASE, A + "shuffle=True"]
 STALE = [*BASE, A + "ppo_epochs=2", A + "clip_ratio=0.1"]
 COV = [*STALE, A + "policy_loss.loss_mode=kl_cov", A + "policy_loss.kl_cov_ratio=0.5"]
+ENTROPY = [*BASE, A + "entropy_coeff=0.1"]
 NORM = [*BASE, A + "loss_agg_mode=seq-mean-token-sum-norm"]
 COSINE = [*BASE, *TWO_STEPS, A + "optim.lr_scheduler_type=cosine"]
 EXPLODING = [*BASE, A + "optim.lr=1e30", "trainer.max_skipped_steps=0"]
@@ -89,7 +90,8 @@ WEIGHTED = [*ENGINE_DTYPE, "algorithm.rollout_correction.rollout_is=token"]
 REJECTED = [*ENGINE_DTYPE, "algorithm.rollout_correction.rollout_rs_threshold=1.001"]
 KL = [*BASE, A + "use_kl_loss=True", A + "kl_loss_coef=0.5"]
 DYNAMIC_REF = [*KL, REF + "log_prob_use_dynamic_bsz=True"]
-PPO = [*BASE, *TWO_STEPS, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "critic.optim.lr=0.01"]
+KL_IN_REWARD = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.5"]
+PPO = [*BASE, *TWO_STEPS, *KL_IN_REWARD, "algorithm.adv_estimator=gae", "critic.optim.lr=0.01"]
 DYNAMIC_CRITIC = [*PPO, "critic.use_dynamic_bsz=True"]
 REMOTE_CRITIC = [*PPO, "critic.model.path=./remote_model"]
 COSINE_CRITIC = [*PPO, "critic.optim.lr_scheduler_type=cosine"]
@@ -123,7 +125,7 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
         M + "use_remove_padding=False",
         A + "ppo_mini_batch_size=4", A + "ppo_mini_batch_unit=sequence", A + "ppo_micro_batch_size_per_gpu=4",
         A + "use_dynamic_bsz=True", A + "ppo_epochs=2", A + "shuffle=True", A + "loss_agg_mode=seq-mean-token-mean",
-        A + "entropy_coeff=0.5", A + "use_kl_loss=True",
+        A + "use_kl_loss=True",
         *(A + "fsdp_config." + key for key in SHARDED), A + "fsdp_config.use_no_sync_for_gradient_accumulation=True",
         R + "name=engine.py:OneToken", R + "n=4", R + "temperature=0.5", R + "top_p=0.5", R + "top_k=3", R + "seed=5",
         R + "dtype=bfloat16", R + "max_num_seqs=3", R + "ignore_eos=True", R + "log_prob_micro_batch_size_per_gpu=1",
@@ -150,6 +152,7 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
         A + "policy_loss.loss_mode=gspo",
     ]),
     ("RUN", COV, [A + "policy_loss.kl_cov_ratio=0.1"]),
+    ("RUN", ENTROPY, [A + "entropy_coeff=0.5"]),
     ("RUN", NORM, [A + "loss_scale_factor=100"]),
     ("RUN", COSINE, [A + "optim.min_lr_ratio=0.9", A + "optim.num_cycles=0.25"]),
     ("RUN", DYNAMIC_OLD, [R + "log_prob_max_token_len_per_gpu=20"]),
@@ -173,7 +176,7 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
         *("critic." + key for key in TRAINED), *("critic.fsdp." + key for key in SHARDED),
         "critic.fsdp.use_no_sync_for_gradient_accumulation=True",
         "algorithm.gamma=0.5", "algorithm.lam=0.5", "algorithm.kl_penalty=abs", "algorithm.kl_ctrl.type=adaptive",
-        "algorithm.kl_ctrl.kl_coef=0.5", "trainer.critic_warmup=1",
+        "algorithm.kl_ctrl.kl_coef=0.1", "trainer.critic_warmup=1",
     ]),
     ("RUN", DYNAMIC_CRITIC, ["critic.ppo_max_token_len_per_gpu=20"]),
     ("RUN", REMOTE_CRITIC, ["critic.model.trust_remote_code=True"]),
@@ -235,7 +238,7 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
 
 Observation = dict[str, Any]
 TIMES = re.compile(r"\d+(\.\d+)? s\b|eta [\d:]+")
-UNSEEN = re.compile(r"^(timing.*|perf/.*|.*/lr|reward/p99_s|time)$")
+UNSEEN = re.compile(r"^(timing.*|perf/.*|.*/lr|actor/reward_kl_penalty_coeff|reward/p99_s|time)$")
 
 
 class Stop(Exception):
