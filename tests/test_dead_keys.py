@@ -98,6 +98,10 @@ COSINE_CRITIC = [*PPO, "critic.optim.lr_scheduler_type=cosine"]
 ADAPTIVE = [*PPO, "trainer.total_training_steps=3", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_penalty=abs"]
 FLAKY = [*BASE, "reward.custom_reward_function.name=flaky"]
 DAPO = [*BASE, "reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg={enable:True,len:2}"]
+COARSE = [*BASE, "reward.custom_reward_function.name=coarse"]
+FILTERED = [*COARSE, "algorithm.filter_groups.enable=True"]
+FILLED = [*FILTERED, "algorithm.filter_groups.on_limit=fill"]
+LIMITED = [*FILTERED, "algorithm.filter_groups.max_num_gen_batches=1"]
 EPOCHS = [*BASE, "trainer.total_training_steps=null", "trainer.total_epochs=1"]
 CHECKED = [*BASE, "data.val_files=val.jsonl"]
 VAL = [*CHECKED, "trainer.val_only=True", "trainer.validation_data_dir=samples"]
@@ -184,6 +188,10 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
     ("RUN", ADAPTIVE, ["algorithm.kl_ctrl.horizon=20", "algorithm.kl_ctrl.target_kl=5"]),
     ("RUN", FLAKY, ["reward.on_error=zero"]),
     ("RUN", DAPO, ["reward.reward_kwargs.overlong_buffer_cfg={enable:True,len:3}"]),
+    ("RUN", COARSE, ["algorithm.filter_groups.enable=True"]),
+    ("RUN", FILTERED, ["algorithm.filter_groups.metric=acc"]),
+    ("RUN", FILLED, ["algorithm.filter_groups.max_num_gen_batches=1"]),
+    ("RUN", LIMITED, ["algorithm.filter_groups.on_limit=fill"]),
     ("RUN", EPOCHS, ["trainer.total_epochs=2"]),
     ("RUN", CHECKED, ["data.val_files=other.jsonl", "trainer.test_freq=1", "trainer.val_before_train=False",
                       "trainer.val_only=True"]),
@@ -210,8 +218,7 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
     # Parts of something that is off.
     ("NOTE", PPO, [
         R + "n_gpus_per_node=2", M + "lora_alpha=8", M + "target_modules=[q_proj]", "critic.model.lora_alpha=8",
-        "critic.model.target_modules=[q_proj]", "algorithm.filter_groups.metric=acc",
-        "algorithm.filter_groups.max_num_gen_batches=2",
+        "critic.model.target_modules=[q_proj]",
         *("reward.reward_model." + key for key in (
             "model.path=./model", "model.input_tokenizer=./model", "model.trust_remote_code=True",
             "model.override_config.rms_norm_eps=0.5", "model.use_remove_padding=False", "micro_batch_size_per_gpu=2",
@@ -226,7 +233,7 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
         M + "lora_rank=8", M + "lora_adapter_path=./model", "critic.model.lora_rank=8",
         "critic.model.lora_adapter_path=./model", A + "ulysses_sequence_parallel_size=2",
         "critic.ulysses_sequence_parallel_size=2", A + "fsdp_config.fsdp_size=2", "critic.fsdp.fsdp_size=2",
-        R + "nnodes=1", "reward.reward_model.enable=True", "algorithm.filter_groups.enable=True",
+        R + "nnodes=1", "reward.reward_model.enable=True",
         "trainer.save_freq=1", "trainer.resume_mode=resume_path trainer.resume_from_path=model",
         "trainer.max_rollout_restarts=2", "trainer.preempt_grace_s=30",
     ]),
@@ -490,6 +497,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, fact
 
 def other(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str))
+
+def coarse(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(len(solution_str) > 2), "acc": ord(solution_str[0]) % 2} if solution_str else 0.0
 
 def flaky(data_source, solution_str, ground_truth, extra_info=None):
     if ord(solution_str[0]) % 3 == 0:

@@ -332,7 +332,12 @@ class KLCtrlConfig:
 class FilterGroupsConfig:
     enable: bool = key(False, "drop prompts whose responses all score the same, generate more")
     metric: str = key("reward", "number that must differ within a group: reward, or a name the reward returns")
-    max_num_gen_batches: int = key(0, "generation rounds before giving up, 0: no limit", ge=0)
+    max_num_gen_batches: int = key(
+        0, "generation rounds before giving up, 0: as many as it takes, unless an epoch gives not one prompt", ge=0
+    )
+    on_limit: str = key(
+        "raise", "giving up is an error, or fills the batch with prompts that were dropped", choices=("raise", "fill")
+    )
 
 
 @dataclass(frozen=True)
@@ -684,7 +689,6 @@ PENDING: dict[str, tuple[tuple[Any, ...], str]] = {
     "critic.fsdp.fsdp_size": ((), "sharding over part of the ranks is not built yet"),
     "actor_rollout_ref.rollout.nnodes": ((), "generation on nodes of its own is not built yet"),
     "reward.reward_model.enable": ((), "reward models are not built yet; reward functions are"),
-    "algorithm.filter_groups.enable": ((), "dropping groups is not built yet"),
 }
 """Known keys nothing reads yet: key -> (values accepted beside the default, why). Remove a line to switch one on."""
 
@@ -747,6 +751,11 @@ def validate(config: Config) -> list[str]:
         not rollout.do_sample,
         "actor_rollout_ref.rollout.do_sample=False: training needs samples that differ "
         "(greedy validation: val_kwargs.do_sample=False)",
+    )
+    refuse(
+        algorithm.filter_groups.enable and rollout.n < 2,
+        f"algorithm.filter_groups.enable=True: actor_rollout_ref.rollout.n={rollout.n} gives groups of one response, "
+        "which differ from nothing; use n >= 2",
     )
     longest = data.max_prompt_length + data.max_response_length
     refuse(

@@ -29,6 +29,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.rewards.managers import RewardManager, build_manager
 from verl_lite.rewards.pool import RewardPool
 from verl_lite.tracking import Tracking
+from verl_lite.trainer.group_filter import GroupFilter
 from verl_lite.trainer.metrics import (
     compute_data_metrics,
     compute_memory_metrics,
@@ -110,20 +111,20 @@ class PPOTrainer:
         self.global_step = 0  # the training step being made
         self.skipped_in_a_row = {"actor": 0, "critic": 0}
         self.timing: dict[str, float] = {}
+        self.rollouts: list[Sample] = []  # the step's responses, where they are written
         self.validations: dict[str, list[tuple[float, int]]] = {}  # per core metric: (value, step)
 
     def fit(self) -> None:
         """Train to the last step; validate and log where the config says so."""
-        trainer, train, last_step = self.config.trainer, self.data.train, self.data.total_training_steps
+        trainer, last_step = self.config.trainer, self.data.total_training_steps
         if trainer.val_before_train or trainer.val_only:
             self.log(self.validate())
         while self.global_step < last_step:
-            assert train is not None and self.sampler is not None, "there are no steps without training data"
+            assert self.sampler is not None, "there are no steps without training data"
             self.global_step += 1
             with self.timed("step"):
-                epoch, rows = self.sampler.next()
-                batch, metrics = self.step(train.batch(rows, epoch))
-            metrics |= {"training/global_step": self.global_step, "training/epoch": epoch}
+                batch, metrics = self.step(self.next_prompts())
+            metrics |= {"training/global_step": self.global_step, "training/epoch": self.sampler.epoch}
             if is_due(trainer.test_freq, self.global_step, last_step):
                 metrics |= self.validate()
             self.log(metrics | self.describe(batch))
@@ -135,6 +136,9 @@ class PPOTrainer:
             batch = self.generate(prompts)
         with self.timed("reward"):
             batch, metrics = self.score(batch)
+        if self.config.algorithm.filter_groups.enable:
+            batch, metrics = self.exchange_equal_groups(prompts, batch, metrics)
+        self.write_rollouts()
         if self.needs_baseline:
             with self.timed("baseline"):
                 batch = self.add_baseline(batch)
@@ -203,6 +207,12 @@ class PPOTrainer:
         if "tensorboard" in loggers:
             yield f"curves: tensorboard --logdir {shlex.quote(f'{folder}/tensorboard')}"
 
+    def next_prompts(self) -> DataProto:
+        """The next `train_batch_size` prompts in the sampler's order."""
+        assert self.data.train is not None and self.sampler is not None, "there are no steps without training data"
+        epoch, rows = self.sampler.next()
+        return self.data.train.batch(rows, epoch)
+
     def generate(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
         """Every prompt with its responses, prompt after prompt; the engines share the prompts."""
         rollout = self.workers.rollout
@@ -214,12 +224,37 @@ class PPOTrainer:
         """Adds `token_level_scores` and what else the reward function returned."""
         rewards = self.rewards.score(batch)
         if self.config.trainer.rollout_data_dir is not None:
-            samples = read_samples(batch, rewards, self.data.tokenizer)
-            write_samples(samples, self.config.trainer.rollout_data_dir, self.global_step)
+            self.rollouts += read_samples(batch, rewards, self.data.tokenizer)
         columns = DataProto.from_dict({"token_level_scores": rewards.token_level_scores}, rewards.columns)
         # A response without a score takes part in nothing: not in its group's mean, not in the loss.
         mask = batch.batch["response_mask"] * rewards.scored[:, None]
         return with_tensors(batch, response_mask=mask).union(columns), rewards.metrics
+
+    def exchange_equal_groups(
+        self, prompts: DataProto, batch: DataProto, metrics: dict[str, float]
+    ) -> tuple[DataProto, dict[str, float]]:
+        """Dynamic sampling: prompts whose responses all score alike give way to others, until the batch is full."""
+        assert self.sampler is not None, "there are no steps without training data"
+        groups = GroupFilter(
+            self.config.algorithm.filter_groups,
+            num_prompts=len(prompts),
+            rounds_per_epoch=self.sampler.steps_per_epoch,
+            prompt_columns=prompts.non_tensor_batch.keys(),
+            pad_token_id=self.data.tokenizer.pad_token_id,
+        )
+        groups.add(batch, metrics)
+        while not groups.complete:
+            with self.timed("gen"):
+                batch = self.generate(self.next_prompts())
+            with self.timed("reward"):
+                groups.add(*self.score(batch))
+        return groups.result()
+
+    def write_rollouts(self) -> None:
+        """`rollout_data_dir/{step}.jsonl`: every response of the step, those of filtered prompts too."""
+        if self.config.trainer.rollout_data_dir is not None:
+            write_samples(self.rollouts, self.config.trainer.rollout_data_dir, self.global_step)
+        self.rollouts = []
 
     def add_baseline(self, batch: DataProto) -> DataProto:
         """Adds `baseline_scores` [B]: what one greedy response to the row's prompt scores."""

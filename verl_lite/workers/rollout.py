@@ -161,9 +161,13 @@ def build_batch(
 
 
 def join_batches(parts: Sequence[DataProto], *, pad_token_id: int) -> DataProto:
-    """Concatenate the batches of several replicas, whose widths differ."""
+    """Concatenate batches of several replicas or rounds, whose widths differ.
+
+    An object column that some lack, since a reward function returned nothing of that name, is None there.
+    """
     prompt_width = max(part.batch["prompts"].shape[1] for part in parts)
     response_width = max(part.batch["responses"].shape[1] for part in parts)
+    columns = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
 
     def widened(part: DataProto) -> DataProto:
         left = prompt_width - part.batch["prompts"].shape[1]
@@ -175,7 +179,8 @@ def join_batches(parts: Sequence[DataProto], *, pad_token_id: int) -> DataProto:
             after = 0 if name == "prompts" else right
             tensors[name] = torch.nn.functional.pad(column, (before, after), value=fill)
         tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        return DataProto.from_dict(tensors, part.non_tensor_batch, part.meta_info)
+        missing = {name: [None] * len(part) for name in columns if name not in part.non_tensor_batch}
+        return DataProto.from_dict(tensors, {**part.non_tensor_batch, **missing}, part.meta_info)
 
     return DataProto.concat([widened(part) for part in parts])
 
