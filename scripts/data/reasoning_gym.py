@@ -30,7 +30,9 @@ def make_rows(task: str, count: int, *, seed: int, task_config: dict, instructio
 
     rows: dict[str, Row] = {}
     for attempt in range(MAX_ROUNDS):
-        dataset = reasoning_gym.create_dataset(task, size=count, seed=seed + attempt, **task_config)
+        # Question i of a data set depends on its seed + i alone: neighbouring seeds would draw the same ones again.
+        first = seed * 1_000_003 + attempt * count
+        dataset = reasoning_gym.create_dataset(task, size=count, seed=first, **task_config)
         for entry in dataset:
             if entry["question"] in rows:
                 continue
