@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -187,6 +188,30 @@ def test_a_response_that_is_never_scored_costs_its_time_limit_and_is_counted(sta
     metrics = run.train()
     assert time.monotonic() - started < 15
     assert (metrics["reward/timeouts"], metrics["reward/errors"], metrics["critic/score/mean"]) == (1.0, 0.0, 0.5)
+
+
+def test_validation_writes_every_response_and_shows_the_first(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(
+        {0: ["1"], 1: ["none"], 2: ["30"]}, f"data.val_files={tmp_path / 'train.jsonl'}", "trainer.val_only=True",
+        f"trainer.validation_data_dir={tmp_path / 'samples'}", "trainer.log_val_generations=2",
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO, "verl_lite.trainer.ppo"):
+        metrics = run.train()
+    assert metrics["val-core/verl_lite/addition/reward/mean@1"] == 15.5  # (1 + 30) / 2: one has no score
+    prompts = [row["prompt"][0]["content"] for row in addition_rows(3)]
+    truths = [row["reward_model"]["ground_truth"] for row in addition_rows(3)]
+    shown = [message for message in caplog.messages if "ground truth" in message]
+    assert shown == [
+        f"  {prompts[0]!r} → '1'  (score 1, ground truth {truths[0]!r})",
+        f"  {prompts[1]!r} → 'none'  (score none, ground truth {truths[1]!r})",
+    ]
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "0.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["response"], row["score"]) for row in rows] == [
+        (prompts[0], "1", 1.0), (prompts[1], "none", None), (prompts[2], "30", 30.0),
+    ]  # fmt: skip
+    assert {"step": 0, "uid": "0-2", "ground_truth": truths[2], "extra": {"digits": 2}}.items() <= rows[2].items()
 
 
 def test_prompts_whose_responses_score_alike_are_replaced_by_the_next(start: Start, tmp_path: Path) -> None:

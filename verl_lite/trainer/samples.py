@@ -67,10 +67,13 @@ def write_samples(samples: Sequence[Sample], folder: str, step: int) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     path = Path(folder) / f"{step}.jsonl"
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        for sample in samples:
-            file.write(json.dumps({"step": step, **asdict(sample)}, ensure_ascii=False, default=_plain) + "\n")
-    beside.replace(path)
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            for sample in samples:
+                file.write(json.dumps({"step": step, **asdict(sample)}, ensure_ascii=False, default=_plain) + "\n")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:
