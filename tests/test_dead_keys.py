@@ -33,7 +33,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import addition_rows, char_tokenizer, tiny_model, write_jsonl
+from tiny import addition_rows, char_tokenizer, tiny_model, tiny_reward_model, write_jsonl
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import dynamic_module_utils
@@ -106,6 +106,11 @@ EPOCHS = [*BASE, "trainer.total_training_steps=null", "trainer.total_epochs=1"]
 CHECKED = [*BASE, "data.val_files=val.jsonl"]
 VAL = [*CHECKED, "trainer.val_only=True", "trainer.validation_data_dir=samples"]
 SAMPLED = [*VAL, R + "val_kwargs.do_sample=True", R + "val_kwargs.temperature=1.0"]
+RM = "reward.reward_model."
+UNJUDGED = [*BASE, "data.train_files=judged.jsonl", RM + "model.path=./reward_model", RM + "micro_batch_size_per_gpu=2"]
+JUDGED = [*UNJUDGED, RM + "enable=True"]
+DYNAMIC_JUDGE = [*JUDGED, RM + "use_dynamic_bsz=True"]
+REMOTE_JUDGE = [*JUDGED, RM + "model.path=./remote_reward_model"]
 VLLM = [*BASE, R + "name=vllm"]
 GPU = [*VLLM, "trainer.device=cuda", "trainer.n_gpus_per_node=2"]
 TWO_RANKS = [*BASE, "trainer.n_gpus_per_node=2", "trainer.balance_batch=False"]
@@ -192,6 +197,15 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
     ("RUN", FILTERED, ["algorithm.filter_groups.metric=acc"]),
     ("RUN", FILLED, ["algorithm.filter_groups.max_num_gen_batches=1"]),
     ("RUN", LIMITED, ["algorithm.filter_groups.on_limit=fill"]),
+    ("RUN", UNJUDGED, [RM + "enable=True"]),
+    ("RUN", JUDGED, [
+        RM + "model.path=./other_reward_model", RM + "model.input_tokenizer=./model",
+        RM + "model.override_config.rms_norm_eps=0.5", RM + "model.use_remove_padding=False",
+        RM + "micro_batch_size_per_gpu=1", RM + "use_dynamic_bsz=True",
+        *(RM + "model.fsdp_config." + key for key in SHARDED),
+    ]),
+    ("RUN", DYNAMIC_JUDGE, [RM + "forward_max_token_len_per_gpu=20"]),
+    ("RUN", REMOTE_JUDGE, [RM + "model.trust_remote_code=True"]),
     ("RUN", EPOCHS, ["trainer.total_epochs=2"]),
     ("RUN", CHECKED, ["data.val_files=other.jsonl", "trainer.test_freq=1", "trainer.val_before_train=False",
                       "trainer.val_only=True"]),
@@ -214,16 +228,12 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
     # Of use on a GPU only: the workers read them, and on a CPU the plan says so.
     ("READ", BASE, [A + "fsdp_config.param_offload=True", A + "fsdp_config.optimizer_offload=True"]),
     ("READ", KL, [REF + "fsdp_config.param_offload=True"]),
+    ("READ", JUDGED, [RM + "model.fsdp_config.param_offload=True"]),
     ("READ", PPO, ["critic.fsdp.param_offload=True", "critic.fsdp.optimizer_offload=True"]),
     # Parts of something that is off.
     ("NOTE", PPO, [
         R + "n_gpus_per_node=2", M + "lora_alpha=8", M + "target_modules=[q_proj]", "critic.model.lora_alpha=8",
         "critic.model.target_modules=[q_proj]",
-        *("reward.reward_model." + key for key in (
-            "model.path=./model", "model.input_tokenizer=./model", "model.trust_remote_code=True",
-            "model.override_config.rms_norm_eps=0.5", "model.use_remove_padding=False", "micro_batch_size_per_gpu=2",
-            "model.fsdp_config.param_offload=True", *("model.fsdp_config." + key for key in SHARDED),
-            "use_dynamic_bsz=True", "forward_max_token_len_per_gpu=20", "ulysses_sequence_parallel_size=2")),
         A + "checkpoint.save_contents=[model]", A + "checkpoint.load_contents=[model]",
         "trainer.default_local_dir=elsewhere", "trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=1",
         "trainer.resume_from_path=elsewhere",
@@ -233,7 +243,7 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
         M + "lora_rank=8", M + "lora_adapter_path=./model", "critic.model.lora_rank=8",
         "critic.model.lora_adapter_path=./model", A + "ulysses_sequence_parallel_size=2",
         "critic.ulysses_sequence_parallel_size=2", A + "fsdp_config.fsdp_size=2", "critic.fsdp.fsdp_size=2",
-        R + "nnodes=1", "reward.reward_model.enable=True",
+        R + "nnodes=1", RM + "ulysses_sequence_parallel_size=2",
         "trainer.save_freq=1", "trainer.resume_mode=resume_path trainer.resume_from_path=model",
         "trainer.max_rollout_restarts=2", "trainer.preempt_grace_s=30",
     ]),
@@ -448,14 +458,18 @@ def make_folder(folder: Path) -> None:
     tiny_model(folder / "model", layers=1)
     tiny_model(folder / "other_model", layers=1, seed=1)
     char_tokenizer(folder / "other_tokenizer", chat_template="{{ messages[0]['content'] }}=")
-    shutil.copytree(folder / "model", folder / "remote_model")
-    remote = json.loads((folder / "remote_model" / "config.json").read_text()) | {
-        "model_type": "mine",
-        "auto_map": {
+    tiny_reward_model(folder / "reward_model", layers=1)
+    tiny_reward_model(folder / "other_reward_model", layers=1, seed=2)
+    char_tokenizer(folder / "reward_model", chat_template="{{ messages[0]['content'] }}#{{ messages[1]['content'] }}")
+    for name in ("model", "reward_model"):
+        shutil.copytree(folder / name, folder / f"remote_{name}")
+        config = folder / f"remote_{name}" / "config.json"
+        auto_map = {
             "AutoConfig": "mine.MineConfig", "AutoModel": "mine.Mine", "AutoModelForCausalLM": "mine.MineForCausalLM",
-        },
-    }  # fmt: skip
-    (folder / "remote_model" / "config.json").write_text(json.dumps(remote))
+            "AutoModelForSequenceClassification": "mine.MineForSequenceClassification",
+        }  # fmt: skip
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "mine", "auto_map": auto_map}))
+        (folder / f"remote_{name}" / "mine.py").write_text(REMOTE_CODE)
     # About a fourth of the tokens end a response, so that lengths differ.
     (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(30, 50))}))
     rows = addition_rows(10)
@@ -466,6 +480,7 @@ def make_folder(folder: Path) -> None:
     write_jsonl(rows[:8], folder / "train.jsonl")
     write_jsonl(rows[2:], folder / "other.jsonl")
     write_jsonl(rows[1:9], folder / "val.jsonl")
+    write_jsonl([{**row, "reward_model": {"style": "model"}} for row in rows[:8]], folder / "judged.jsonl")
     for name, text in FILES.items():
         (folder / name).write_text(text)
 
@@ -510,8 +525,11 @@ def flaky(data_source, solution_str, ground_truth, extra_info=None):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str))
 """,
-    "remote_model/mine.py": """
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
+}
+
+REMOTE_CODE = """
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model, Qwen2PreTrainedModel
 
 class MineConfig(Qwen2Config):
     model_type = "mine"
@@ -521,8 +539,15 @@ class Mine(Qwen2Model):
 
 class MineForCausalLM(Qwen2ForCausalLM):
     config_class = MineConfig
-""",
-}
+
+class MineForSequenceClassification(Qwen2PreTrainedModel):
+    config_class = MineConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.score = Mine(config), torch.nn.Linear(config.hidden_size, 1, bias=False)
+        self.post_init()
+"""
 
 POOL: Any = types.SimpleNamespace(slots=[types.SimpleNamespace(node_address="127.0.0.1")], device="cpu")
 

@@ -56,6 +56,34 @@ def tiny_model(
     return str(path)
 
 
+JUDGES_TEMPLATE = "{% for m in messages %}{{ '#' if m['role'] == 'user' else '*' }}{{ m['content'] }}<eos>{% endfor %}"
+
+
+def tiny_reward_model(path: Path | str, *, own_tokenizer: bool = False, seed: int = 1, **config: Any) -> str:
+    """Save a random Qwen2 classifier of one output under `path`, with the policy's tokenizer or one of its own.
+
+    Its own numbers the characters in reverse and writes "#12+34=<eos>*46<eos>" where the policy's writes "12+34=46".
+    """
+    import torch
+    from transformers import AutoConfig, Qwen2ForSequenceClassification
+
+    tiny_model(path, **config)
+    qwen = AutoConfig.from_pretrained(str(path), num_labels=1)
+    torch.manual_seed(seed)
+    model = Qwen2ForSequenceClassification(qwen).to(torch.float32)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(str(path))
+    if own_tokenizer:
+        char_tokenizer(path, chat_template=JUDGES_TEMPLATE)
+        file = Path(path) / "tokenizer.json"
+        content = json.loads(file.read_text())
+        vocab = content["model"]["vocab"]
+        last = len(vocab) + 1
+        content["model"]["vocab"] = {token: i if i < 2 else last - i for token, i in vocab.items()}
+        file.write_text(json.dumps(content))
+    return str(path)
+
+
 def addition_rows(count: int, *, seed: int = 0, data_source: str = "verl_lite/addition") -> list[dict[str, Any]]:
     """Rows with verl's columns: prompt "12+34=", ground truth "46"; all problems different."""
     pairs = random.Random(seed).sample([(a, b) for a in range(10, 100) for b in range(10, 100)], count)

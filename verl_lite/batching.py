@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from verl_lite.config import Config
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+REWARD_MODEL = "reward.reward_model"
 MODELS = ("actor_rollout_ref.model", "critic.model")
 
 # The schedule
@@ -420,7 +421,7 @@ class UpdatePlan:
 class PassPlan:
     """A pass without gradient over the whole train batch; its micro-batches bound memory and nothing else."""
 
-    name: str  # old_log_probs | ref_log_probs | values
+    name: str  # old_log_probs | ref_log_probs | values | reward_model
     rows_per_rank: int  # of the rank with most rows
     dp_size: int
     micro: MicroLimit
@@ -495,7 +496,7 @@ class BatchPlan:
         return self.actor.mini_batch_sequences
 
     def forward_pass(self, name: str) -> PassPlan:
-        """old_log_probs, ref_log_probs or values: those that this run has."""
+        """old_log_probs, ref_log_probs, values or reward_model: those that this run has."""
         return next(forward for forward in self.passes if forward.name == name)
 
     def to_json(self) -> dict[str, Any]:
@@ -581,6 +582,10 @@ def _phases(cfg: Config) -> dict[str, _Phase]:
     if cfg.needs_critic:
         phases["values"] = update("critic", "forward_micro_batch_size_per_gpu")
         phases["critic"] = update("critic")
+    if cfg.reward.reward_model.enable:
+        keys = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
+        rows, dynamic, tokens = (f"{REWARD_MODEL}.{key}" for key in keys)
+        phases["reward_model"] = _Phase(rows, dynamic, tokens, f"{REWARD_MODEL}.ulysses_sequence_parallel_size")
     return phases
 
 
@@ -785,7 +790,7 @@ def _notes(cfg: Config, actor: UpdatePlan, given: Collection[str]) -> Iterator[s
     reward_kl = [kl_coef] * (not in_loss) + [kl_type, *adaptive, "algorithm.kl_penalty"]
     switched = {f"{role}.lora_rank": [f"{role}.lora_alpha", f"{role}.target_modules"] for role in MODELS}
     switched[f"{ROLLOUT}.nnodes"] = [f"{ROLLOUT}.n_gpus_per_node"]
-    for switch in ("algorithm.filter_groups.enable", "reward.reward_model.enable"):
+    for switch in ("algorithm.filter_groups.enable", f"{REWARD_MODEL}.enable"):
         section = switch.removesuffix("enable")
         switched[switch] = [key for key in given if key.startswith(section) and key != switch]
     ckpt = ("trainer.default_local_dir", "trainer.max_actor_ckpt", "trainer.max_critic_ckpt", f"{ACTOR}.checkpoint.")
@@ -793,6 +798,7 @@ def _notes(cfg: Config, actor: UpdatePlan, given: Collection[str]) -> Iterator[s
     offload = [f"{ACTOR}.fsdp_config.{key}" for key in ("param_offload", "optimizer_offload")]
     offload += [f"{REF}.fsdp_config.param_offload", f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.gpu_memory_utilization"]
     offload += [f"critic.fsdp.{key}" for key in ("param_offload", "optimizer_offload") if cfg.needs_critic]
+    offload += [f"{REWARD_MODEL}.model.fsdp_config.param_offload"] * cfg.reward.reward_model.enable
     without_effect: list[tuple[bool, Sequence[str], str]] = [
         (not in_reward, reward_kl, "algorithm.use_kl_in_reward=False"),
         (in_reward and algorithm.kl_ctrl.type == "fixed", adaptive, f"{kl_type}=fixed"),

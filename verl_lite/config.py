@@ -292,7 +292,11 @@ class RewardManagerConfig:
 @dataclass(frozen=True)
 class RewardModelBackboneConfig:
     path: str | None = key(None, "reward model folder or hub id", path=True)
-    input_tokenizer: str | None = key(None, "tokenizer of the policy's text, null: the same", path=True)
+    input_tokenizer: str | None = key(
+        None,
+        "the policy's tokenizer, if the model has its own tokens or template; null: it reads the policy's",
+        path=True,
+    )
     trust_remote_code: bool = key(False, "let code that comes with the model run")
     override_config: dict[str, Any] = key({}, "HF config fields to replace")
     use_remove_padding: bool = key(True, "run rows without padding between them")
@@ -301,7 +305,7 @@ class RewardModelBackboneConfig:
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    enable: bool = key(False, "score with a reward model")
+    enable: bool = key(False, 'score the rows of reward_model.style "model" with it, the others with the function')
     model: RewardModelBackboneConfig = section(RewardModelBackboneConfig)
     micro_batch_size_per_gpu: int | None = key(None, "sequences per forward", ge=1)
     use_dynamic_bsz: bool = key(None, "limit by tokens instead, null: as the actor", filled=True)
@@ -688,7 +692,7 @@ PENDING: dict[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": ((), "sharding over part of the ranks is not built yet"),
     "critic.fsdp.fsdp_size": ((), "sharding over part of the ranks is not built yet"),
     "actor_rollout_ref.rollout.nnodes": ((), "generation on nodes of its own is not built yet"),
-    "reward.reward_model.enable": ((), "reward models are not built yet; reward functions are"),
+    "reward.reward_model.ulysses_sequence_parallel_size": ((), "sequence parallelism is not built yet"),
 }
 """Known keys nothing reads yet: key -> (values accepted beside the default, why). Remove a line to switch one on."""
 
@@ -840,6 +844,8 @@ def check_files(config: Config) -> list[str]:
         problems.append("data.train_files is not set: name a parquet, json or jsonl file")
     if config.actor_rollout_ref.model.path is None:
         problems.append("actor_rollout_ref.model.path is not set: name a model folder or hub id")
+    if config.reward.reward_model.enable and config.reward.reward_model.model.path is None:
+        problems.append("reward.reward_model.model.path is not set: name the folder or hub id of a sequence classifier")
     for name in ("data.train_files", "data.val_files"):
         for path in map(Path, flatten(config)[name]):
             if not path.is_file():
@@ -848,6 +854,8 @@ def check_files(config: Config) -> list[str]:
     folders: dict[str, str | None] = {"actor_rollout_ref.model.path": model.path}
     if config.needs_critic:
         folders["critic.model.path"] = config.critic.model.path
+    if config.reward.reward_model.enable:
+        folders["reward.reward_model.model.path"] = config.reward.reward_model.model.path
     for name, folder in folders.items():
         if folder is not None and looks_like_path(folder) and not (Path(folder) / "config.json").is_file():
             what = "no config.json in" if Path(folder).is_dir() else "no such folder:"

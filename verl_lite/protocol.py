@@ -33,6 +33,7 @@ advantages           [B, R]    float32 driver                    policy loss, me
 returns              [B, R]    float32 driver                    value loss, metrics
 uid                  [B]       object  data: "{epoch}-{index}"   advantages, metrics; equal = same prompt
 data_source          [B]       object  data                      reward, validation metrics
+reward_style         [B]       object  data: "rule", "model"     reward; who judges the row's responses
 ground_truth         [B]       object  data                      reward
 extra_info           [B]       object  data                      reward; a dict, or None
 raw_prompt           [B]       object  data                      dumps; the chat messages

@@ -139,3 +139,23 @@ def test_groups_with_equal_values_are_filtered():
     groups = ["equal"] * 2 + ["differ"] * 2 + ["one left"] * 2 + ["two"] * 2 + ["none"] * 2 + ["single"] + ["nothing"]
     # "one left" and "two" have one value each besides None: nothing to compare it with.
     assert rows_of_differing_groups(values, groups) == [2, 3, 10]
+
+
+def test_rows_that_a_reward_model_judged_have_its_score_and_the_others_the_functions(tokenizer: Any):
+    batch = batch_of(["46", "46", "47"], ["46"] * 3, tokenizer, width=2)
+    with pool_with() as pool:
+        rewards = RewardManager(pool, tokenizer).score(batch, {1: -2.5})
+        alone = RewardManager(pool, tokenizer).score(batch, {0: 0.5, 1: 0.25, 2: -1.0})
+    assert rewards.token_level_scores.tolist() == [[0, 1], [0, -2.5], [0, 0]]
+    assert rewards.columns["model_score"].tolist() == [None, -2.5, None]
+    assert rewards.metrics["reward/model_score"] == -2.5
+    assert alone.token_level_scores[:, 1].tolist() == [0.5, 0.25, -1.0]
+    assert (alone.metrics["reward/errors"], alone.metrics["reward/p99_s"]) == (0.0, 0.0)
+
+
+def test_a_long_answer_is_penalised_whoever_judged_it(tokenizer: Any):
+    batch = batch_of(["1234"], ["46"], tokenizer)
+    with pool_with() as pool:
+        dapo = DapoRewardManager(pool, tokenizer, max_resp_len=4, overlong_buffer_cfg={"enable": True, "len": 2})
+        # All of the buffer of 2 tokens is used: 3 - 2/2 = 2
+        assert dapo.score(batch, {0: 3.0}).token_level_scores.tolist() == [[0, 0, 0, 2, 0, 0]]

@@ -43,7 +43,8 @@ def trainer() -> Any:
         return rows(*prompts.non_tensor_batch["uid"])
 
     trainer.generate = generate
-    trainer.workers = types.SimpleNamespace()
+    trainer.workers = types.SimpleNamespace(reward_model=None)
+    trainer.data = types.SimpleNamespace(transcriber=None)
     return trainer
 
 

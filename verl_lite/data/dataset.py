@@ -1,7 +1,8 @@
 """Prompts from parquet, json or jsonl files with verl's columns.
 
 A row: `prompt` (chat messages, or a string), `data_source`, `reward_model` {"style", "ground_truth"}, and optionally
-`ability` and `extra_info` (null or absent: {}). `data.prompt_key` and `data.reward_fn_key` rename the first two.
+`ability` and `extra_info` (null or absent: {}). `data.prompt_key` and `data.reward_fn_key` rename the first two. Where
+there is a reward model it judges the rows of style "model", which need no ground truth; the reward function all others.
 Everything that can be wrong with the files is found when the dataset is built, before a model loads.
 """
 
@@ -82,14 +83,19 @@ class PromptDataset:
             "raw_prompt": read_messages(row[self._prompt_key]),
             "prompt_ids": self._truncate(self._tokens[position]).tolist(),
             "data_source": row[self._reward_fn_key],
-            "ground_truth": row["reward_model"]["ground_truth"],
+            "ground_truth": row["reward_model"].get("ground_truth"),
+            "reward_style": reward_style(row),
             "extra_info": row.get("extra_info") or {},
         }
 
     @property
-    def data_sources(self) -> list[str]:
-        """The different data sources of the kept rows, in order of appearance."""
-        return list(dict.fromkeys(self._sources[position] for position in self._kept))
+    def sources_by_style(self) -> dict[str, list[str]]:
+        """The different data sources of the kept rows, in order of appearance, by the rows' `reward_model.style`."""
+        found: dict[str, dict[str, None]] = {}
+        for position in self._kept:
+            source, style = self._judged_as[position]
+            found.setdefault(style, {})[source] = None
+        return {style: list(sources) for style, sources in found.items()}
 
     def batch(self, indices: Sequence[int], epoch: int) -> DataProto:
         """Rows as a batch: `prompts` [B, P] int64 padded on the left, `prompt_lengths` [B], and object columns.
@@ -101,7 +107,7 @@ class PromptDataset:
         prompts = torch.full((len(rows), max(lengths, default=0)), self._pad_id, dtype=torch.int64)
         for i, row in enumerate(rows):
             prompts[i, prompts.shape[1] - lengths[i] :] = torch.tensor(row["prompt_ids"])
-        columns = ("data_source", "ground_truth", "extra_info", "raw_prompt", "prompt_ids")
+        columns = ("data_source", "reward_style", "ground_truth", "extra_info", "raw_prompt", "prompt_ids")
         return DataProto.from_dict(
             tensors={"prompts": prompts, "prompt_lengths": torch.tensor(lengths, dtype=torch.int64)},
             non_tensors={
@@ -112,7 +118,7 @@ class PromptDataset:
 
     def _read_prompts(self, max_samples: int) -> list[Messages]:
         prompts: list[Messages] = []
-        self._sources: list[str] = []
+        self._judged_as: list[tuple[str, str]] = []  # per prompt: data source, reward style
         for file, (path, rows) in enumerate(self._files):
             for row_number, row in enumerate(rows):
                 if len(prompts) == max_samples:
@@ -123,7 +129,7 @@ class PromptDataset:
                     prompts.append(read_messages(row[self._prompt_key]))
                 except ValueError as error:
                     raise ValueError(f"{self._where(-1)}, column {self._prompt_key!r}: {error}") from error
-                self._sources.append(row[self._reward_fn_key])
+                self._judged_as.append((row[self._reward_fn_key], reward_style(row)))
         if not prompts:
             raise ValueError(f"no rows in {', '.join(path for path, _ in self._files)}")
         return prompts
@@ -136,7 +142,9 @@ class PromptDataset:
                 raise ValueError(f"{path} has no column {column!r}{named_by}; its columns: {', '.join(row)}")
             if row[column] is None:
                 raise ValueError(f"{path}, row {row_number}: column {column!r}{named_by} is null")
-        if not isinstance(row["reward_model"], dict) or "ground_truth" not in row["reward_model"]:
+        if not isinstance(row["reward_model"], dict) or (
+            "ground_truth" not in row["reward_model"] and reward_style(row) != "model"
+        ):
             raise ValueError(f"{path}, row {row_number}: column 'reward_model' has no field 'ground_truth'")
         if not isinstance(row.get("extra_info"), dict | None):
             raise ValueError(f"{path}, row {row_number}: column 'extra_info' is not a struct but {row['extra_info']!r}")
@@ -186,6 +194,11 @@ class PromptDataset:
     def _where(self, position: int) -> str:
         file, row_number = self._locations[position]
         return f"row {row_number} of {self._files[file][0]}"
+
+
+def reward_style(row: dict[str, Any]) -> str:
+    """Who judges responses to the row's prompt: "model" (a reward model, where there is one) or "rule"."""
+    return row["reward_model"].get("style") or "rule"
 
 
 def build_dataset(

@@ -27,19 +27,21 @@ ENCODING_TIMEOUT_S = 6 * 3600
 
 
 def load_tokenizer(
-    path: str, *, trust_remote_code: bool = False, custom_chat_template: str | None = None
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    custom_chat_template: str | None = None,
+    key: str = "actor_rollout_ref.model.tokenizer_path",
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub id, with a pad token and a chat template for certain.
 
     Without a pad token the end token stands in: nothing here finds padding by its id. `custom_chat_template` is a Jinja
-    template or the path of a file that holds one.
+    template or the path of a file that holds one; `key` is named in errors.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"cannot load a tokenizer from {path} (actor_rollout_ref.model.tokenizer_path): {error}"
-        ) from error
+        raise ValueError(f"cannot load a tokenizer from {path} ({key}): {error}") from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has neither a pad token nor an end token; set one in its files")

@@ -129,17 +129,21 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """A transformer with a scalar head; the value at a response token is read at the token before it."""
 
-    def __init__(self, backbone: PreTrainedModel) -> None:
+    def __init__(self, backbone: PreTrainedModel, score: nn.Linear | None = None) -> None:
+        """score: the head; None: a new one."""
         super().__init__()
         self.backbone = backbone
-        # Zeros: the first values are 0 on every rank, whatever the seed, and the first targets are not noise.
-        self.score = nn.Linear(backbone.config.get_text_config().hidden_size, 1, dtype=backbone.dtype)
-        nn.init.zeros_(self.score.weight)
-        nn.init.zeros_(self.score.bias)
+        if score is None:
+            # Zeros: the first values are 0 on every rank, whatever the seed, and the first targets are not noise.
+            score = nn.Linear(backbone.config.get_text_config().hidden_size, 1, dtype=backbone.dtype)
+            nn.init.zeros_(score.weight)
+            nn.init.zeros_(score.bias)
+        self.score = score
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Values [n] of the states before the tokens that count."""
-        return _at_least_float32(self.score(_hidden_at_predictors(self.backbone, inputs))[:, 0])
+        values = self.score(_hidden_at_predictors(self.backbone, inputs))
+        return _at_least_float32(values.sum(-1))  # of one output; indexing would give a view, which FSDP warns about
 
 
 def _hidden_at_predictors(backbone: PreTrainedModel, inputs: ModelInputs) -> Tensor:

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from verl_lite.models.attention import PACKED_ATTENTION
 from verl_lite.models.forward import ValueModel
@@ -60,6 +67,28 @@ def load_value_model(
                     if key in weights.keys() and weights.get_slice(key).get_shape() == list(parameter.shape):  # noqa: SIM118
                         parameter.data.copy_(weights.get_tensor(key))
     return model
+
+
+def load_reward_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    packed: bool,
+    override_config: dict[str, Any],
+    trust_remote_code: bool = False,
+    on_meta: bool = False,
+) -> ValueModel:
+    """The sequence classifier of one output in an HF folder: its transformer under its `score`."""
+    config = _load_config(path, packed, override_config, trust_remote_code)
+    model = _build(AutoModelForSequenceClassification, path, config, dtype, packed, trust_remote_code, on_meta)
+    # All of transformers' decoders that classify name their head so.
+    score = getattr(model, "score", None)
+    if not isinstance(score, nn.Linear) or score.out_features != 1:
+        raise ValueError(
+            f"reward.reward_model.model.path={path}: {type(model).__name__} has no head `score` of one output; a "
+            "reward model is an AutoModelForSequenceClassification with num_labels=1"
+        )
+    return ValueModel(model.base_model, score)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from verl_lite.config import RewardConfig
 from verl_lite.plugins import check_options, resolve
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import MANAGERS
-from verl_lite.rewards.pool import RewardPool, RewardSample
+from verl_lite.rewards.pool import RewardPool, RewardResult, RewardSample
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,27 @@ class RewardManager:
         """The reward of a response of so many tokens, and values to report with it."""
         return score, {}
 
-    def score(self, batch: DataProto) -> Rewards:
-        """Score `responses` [B, R] under `response_mask` [B, R] with the batch's object columns."""
+    def score(self, batch: DataProto, model_scores: Mapping[int, float] | None = None) -> Rewards:
+        """Score `responses` [B, R] under `response_mask` [B, R] with the batch's object columns.
+
+        model_scores: of the rows that a reward model has judged, by row; the reward function judges the others.
+        """
         mask = batch.batch["response_mask"].bool()
         # Up to the last token the policy chose: zeros of the mask in between (a tool's answer) are part of the text.
         lengths = torch.where(mask, torch.arange(1, mask.shape[1] + 1), 0).amax(dim=1).tolist() if mask.numel() else []
         ids = [row[:length] for row, length in zip(batch.batch["responses"].tolist(), lengths, strict=True)]
-        columns = batch.non_tensor_batch
-        results = self._pool.score(
+        judged, columns = model_scores or {}, batch.non_tensor_batch
+        by_function = [row for row in range(len(batch)) if row not in judged]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        functions_results = self._pool.score(
             [
-                RewardSample(source, text, ground_truth, extra_info)
-                for source, text, ground_truth, extra_info in zip(
-                    columns["data_source"], self._tokenizer.batch_decode(ids, skip_special_tokens=True),
-                    columns["ground_truth"], columns["extra_info"], strict=True,
-                )
+                RewardSample(columns["data_source"][i], texts[i], columns["ground_truth"][i], columns["extra_info"][i])
+                for i in by_function
             ]
-        )  # fmt: skip
+        )
+        result_of = {row: RewardResult(score, {"model_score": score}) for row, score in judged.items()}
+        result_of |= dict(zip(by_function, functions_results, strict=True))
+        results = [result_of[row] for row in range(len(batch))]
         scores = torch.zeros(mask.shape, dtype=torch.float32)
         extras: list[dict[str, Any]] = []
         for i, (result, length) in enumerate(zip(results, lengths, strict=True)):
@@ -70,7 +75,9 @@ class RewardManager:
                 "reward/errors": float(sum(bool(r.error) and not r.timed_out for r in results)),
                 "reward/timeouts": float(sum(r.timed_out for r in results)),
                 "reward/unscored": float(sum(r.score is None for r in results)),
-                "reward/p99_s": float(np.percentile([r.seconds for r in results], 99)) if results else 0.0,
+                "reward/p99_s": float(np.percentile([r.seconds for r in functions_results], 99))
+                if functions_results
+                else 0.0,
             },
         )
 

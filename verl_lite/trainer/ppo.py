@@ -26,7 +26,7 @@ from verl_lite.distributed.placement import ResourcePool
 from verl_lite.distributed.worker_group import WorkerGroup, phase
 from verl_lite.plugins import pick_options, resolve
 from verl_lite.protocol import DataProto
-from verl_lite.rewards.managers import RewardManager, build_manager
+from verl_lite.rewards.managers import RewardManager, Rewards, build_manager
 from verl_lite.rewards.pool import RewardPool
 from verl_lite.tracking import Tracking
 from verl_lite.trainer.group_filter import GroupFilter
@@ -43,12 +43,14 @@ from verl_lite.trainer.setup import TrainingData, Workers, reward_function, star
 from verl_lite.workers.actor import ActorWorker
 from verl_lite.workers.critic import CriticWorker
 from verl_lite.workers.ref import RefWorker
+from verl_lite.workers.reward_model import RewardModelWorker
 from verl_lite.workers.rollout import Purpose, RolloutWorker, join_batches
 from verl_lite.workers.update import MiniBatchResult, UpdateSummary, summarise_updates
 
 logger = logging.getLogger(__name__)
 
-PROMPT_COLUMNS = ["uid", "prompt_ids", "data_source", "ground_truth", "extra_info"]  # what generating and scoring read
+# What generating and scoring read.
+PROMPT_COLUMNS = ["uid", "prompt_ids", "raw_prompt", "data_source", "reward_style", "ground_truth", "extra_info"]
 
 
 def run(config: Config, plan: BatchPlan, data: TrainingData, pool: ResourcePool, log_dir: Path) -> None:
@@ -179,7 +181,7 @@ class PPOTrainer:
                 len(val), data.val_batch_size, shuffle=data.validation_shuffle, seed=data.seed
             ):
                 batch = self.generate(val.batch(rows, 0), "validate")
-                samples += read_samples(batch, self.rewards.score(batch), self.data.tokenizer)
+                samples += read_samples(batch, self.judge(batch), self.data.tokenizer)
         if self.config.trainer.validation_data_dir is not None:
             write_samples(samples, self.config.trainer.validation_data_dir, self.global_step)
         for sample in samples[: self.config.trainer.log_val_generations]:
@@ -222,13 +224,30 @@ class PPOTrainer:
 
     def score(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Adds `token_level_scores` and what else the reward function returned."""
-        rewards = self.rewards.score(batch)
+        rewards = self.judge(batch)
         if self.config.trainer.rollout_data_dir is not None:
             self.rollouts += read_samples(batch, rewards, self.data.tokenizer)
         columns = DataProto.from_dict({"token_level_scores": rewards.token_level_scores}, rewards.columns)
         # A response without a score takes part in nothing: not in its group's mean, not in the loss.
         mask = batch.batch["response_mask"] * rewards.scored[:, None]
         return with_tensors(batch, response_mask=mask).union(columns), rewards.metrics
+
+    def judge(self, batch: DataProto) -> Rewards:
+        """The rewards of the batch's responses: by the reward model in rows of that style, else by the function."""
+        group, transcriber = self.workers.reward_model, self.data.transcriber
+        rows = [row for row, style in enumerate(batch.non_tensor_batch["reward_style"]) if style == "model"]
+        if group is None or not rows:
+            return self.rewards.score(batch)
+        assert transcriber is not None, "loaded where there is a reward model"
+        judged = transcriber.transcribe(batch[rows])
+        judged = forward(group, RewardModelWorker.compute_scores, judged, self.plan.forward_pass("reward_model"))
+        scores = judged.batch["scores"][:, 0]
+        if not scores.isfinite().all():
+            raise RuntimeError(
+                f"the reward model {self.config.reward.reward_model.model.path} gave a score that is not finite; "
+                "compute in a wider dtype (reward.reward_model.model.fsdp_config.dtype=float32)"
+            )
+        return self.rewards.score(batch, dict(zip(rows, scores.tolist(), strict=True)))
 
     def exchange_equal_groups(
         self, prompts: DataProto, batch: DataProto, metrics: dict[str, float]
@@ -262,7 +281,7 @@ class PPOTrainer:
         first_rows = np.unique(groups, return_index=True)[1]
         prompts = batch.select([], PROMPT_COLUMNS)[first_rows]  # row i: the prompt of group i
         greedy = self.generate(prompts, "baseline")
-        rewards = self.rewards.score(greedy)
+        rewards = self.judge(greedy)
         # Rows that have nothing to be compared with take part in nothing, as rows without a score.
         mask = batch.batch["response_mask"] * rewards.scored[groups, None]
         scores = rewards.token_level_scores.sum(-1)[groups]
@@ -369,6 +388,7 @@ class PPOTrainer:
         ranks = workers.actor.call(ActorWorker.pop_peak_memory)
         ranks += workers.ref.call(RefWorker.pop_peak_memory) if workers.ref else []
         ranks += workers.critic.call(CriticWorker.pop_peak_memory) if workers.critic else []
+        ranks += workers.reward_model.call(RewardModelWorker.pop_peak_memory) if workers.reward_model else []
         peaks: dict[str, float] = {}
         for rank in ranks:
             for phase_name, held in rank.items():

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from verl_lite.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from verl_lite.algorithms.policy_losses import selector
-from verl_lite.config import Config
+from verl_lite.config import Config, RewardModelConfig
 from verl_lite.data.dataset import PromptDataset, build_dataset
 from verl_lite.data.prompts import load_tokenizer
 from verl_lite.distributed.placement import ResourcePool
@@ -26,6 +27,7 @@ from verl_lite.rollout.weight_transfer import transfer_backend
 from verl_lite.workers.actor import ActorWorker
 from verl_lite.workers.critic import CriticWorker
 from verl_lite.workers.ref import RefWorker
+from verl_lite.workers.reward_model import RewardModelWorker, Transcriber
 from verl_lite.workers.rollout import RolloutWorker
 
 logger = logging.getLogger(__name__)
@@ -37,21 +39,23 @@ class TrainingData:
     train: PromptDataset | None  # None: validation only
     val: PromptDataset | None
     total_training_steps: int
+    transcriber: Transcriber | None = None  # for the reward model, where there is one
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The worker groups of a run; `ref` and `critic` exist where the config needs them."""
+    """The worker groups of a run; `ref`, `critic` and `reward_model` exist where the config needs them."""
 
     rollout: WorkerGroup[RolloutWorker]
     actor: WorkerGroup[ActorWorker]
     ref: WorkerGroup[RefWorker] | None
     critic: WorkerGroup[CriticWorker] | None
+    reward_model: WorkerGroup[RewardModelWorker] | None
 
     def close(self) -> None:
         """End the engines and the training processes."""
         self.rollout.close(RolloutWorker.shutdown)
-        self.actor.close()  # ref and critic live in the same processes
+        self.actor.close()  # the other roles live in the same processes
 
 
 def load_data(config: Config) -> TrainingData:
@@ -67,20 +71,17 @@ def load_data(config: Config) -> TrainingData:
         train = build_dataset(data, data.train_files, tokenizer, max_samples=data.train_max_samples)
     if data.val_files:
         val = build_dataset(data, data.val_files, tokenizer, max_samples=data.val_max_samples)
-    custom = config.reward.custom_reward_function
-    if custom.path is not None:
-        check_reward_function(reward_function(config))
-    else:
-        check_data_sources(dict.fromkeys(source for rows in (train, val) if rows for source in rows.data_sources))
+    check_rewards(config, [rows for rows in (train, val) if rows])
+    transcriber = load_transcriber(config.reward.reward_model, tokenizer)
     if train is None:
-        return TrainingData(tokenizer, None, val, 0)
+        return TrainingData(tokenizer, None, val, 0, transcriber)
     if len(train) < data.train_batch_size:
         raise ValueError(
             f"data.train_batch_size={data.train_batch_size} is more than the {len(train)} prompts of data.train_files "
             f"that are left; set it to at most {len(train)} or give more data"
         )
     whole_run = len(train) // data.train_batch_size * trainer.total_epochs
-    return TrainingData(tokenizer, train, val, trainer.total_training_steps or whole_run)
+    return TrainingData(tokenizer, train, val, trainer.total_training_steps or whole_run, transcriber)
 
 
 def check_functions(config: Config) -> None:
@@ -112,6 +113,66 @@ def check_model(config: Config) -> None:
         )
         if problems:
             raise ValueError("; ".join(problems))
+
+
+def check_rewards(config: Config, datasets: Sequence[PromptDataset]) -> None:
+    """Make sure that every row has who judges it, and that nobody waits for rows in vain."""
+    by_model = ["model"] if config.reward.reward_model.enable else []
+    pairs = [
+        (style, source) for rows in datasets for style, sources in rows.sources_by_style.items() for source in sources
+    ]
+    if by_model and not any(style in by_model for style, _ in pairs):
+        raise ValueError(
+            'reward.reward_model.enable=True: no row of the data has reward_model.style "model" (found: '
+            f"{', '.join(dict.fromkeys(style for style, _ in pairs))}), so there is nothing for it to judge; set that "
+            "style in the rows it should score, or leave it off"
+        )
+    if config.reward.custom_reward_function.path is not None:
+        check_reward_function(reward_function(config))
+    else:
+        check_data_sources(dict.fromkeys(source for style, source in pairs if style not in by_model))
+
+
+def load_transcriber(reward_model: RewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> Transcriber | None:
+    """How the policy's rows become the reward model's; ValueError where the two could not understand each other."""
+    model = reward_model.model
+    if not reward_model.enable:
+        return None
+    assert model.path is not None, "check_files asks for it"
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    if config.num_labels != 1:
+        raise ValueError(
+            f"reward.reward_model.model.path={model.path}: a {', '.join(config.architectures or ['model'])} of "
+            f"{config.num_labels} labels; a reward model is a sequence classifier with num_labels=1"
+        )
+    own = load_tokenizer(
+        model.path,
+        trust_remote_code=model.trust_remote_code,
+        # Read only where the text is written anew; else it need not have one.
+        custom_chat_template=tokenizer.chat_template if model.input_tokenizer is None else None,
+        key="reward.reward_model.model.path",
+    )
+    if model.input_tokenizer is None:
+        if not same_tokens(tokenizer, own):
+            raise ValueError(
+                f"reward.reward_model.model.path={model.path} has another tokenizer than the policy; set "
+                "reward.reward_model.model.input_tokenizer to the policy's, and its text is put into the reward "
+                "model's own chat template and tokens"
+            )
+        return Transcriber(tokenizer, None)
+    policy = load_tokenizer(model.input_tokenizer, key="reward.reward_model.model.input_tokenizer")
+    if not same_tokens(tokenizer, policy):
+        raise ValueError(
+            f"reward.reward_model.model.input_tokenizer={model.input_tokenizer} decodes what the policy wrote, and has "
+            "another vocabulary than data.tokenizer"
+        )
+    return Transcriber(policy, own)
+
+
+def same_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether what one writes the other can read: tokens added later, for padding and the like, may be missing."""
+    ids, added = other.get_vocab(), one.get_added_vocab()
+    return all(ids.get(token) == i for token, i in one.get_vocab().items() if token not in added)
 
 
 def reward_function(config: Config) -> RewardFunction:
@@ -167,10 +228,12 @@ def start_workers(config: Config, data: TrainingData, pool: ResourcePool, log_di
     if config.needs_critic:
         critic = {"critic": config.critic, "loss_scale_factor": policy.actor.loss_scale_factor}
         roles["critic"] = RoleSpec(CriticWorker, critic)
+    if config.reward.reward_model.enable:
+        roles["reward_model"] = RoleSpec(RewardModelWorker, {"model": config.reward.reward_model.model})
     groups = spawn(pool, roles, limits=limits, log_dir=log_dir)
     groups["actor"].wait_ready()
     rollout.wait_ready()
-    workers = Workers(rollout, groups["actor"], groups.get("ref"), groups.get("critic"))
+    workers = Workers(rollout, groups["actor"], groups.get("ref"), groups.get("critic"), groups.get("reward_model"))
     open_transfer(config, workers, master_address=pool.slots[0].node_address)
     return workers
 

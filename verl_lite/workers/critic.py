@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
-import torch
 from torch import Tensor, nn
 
 from verl_lite.algorithms import VALUE_LOSSES
@@ -20,7 +18,7 @@ from verl_lite.models.loading import decoder_layers, enable_gradient_checkpointi
 from verl_lite.plugins import resolve
 from verl_lite.protocol import DataProto
 from verl_lite.workers.policy import model_inputs
-from verl_lite.workers.update import MiniBatchResult, Shares, micro_batches
+from verl_lite.workers.update import MiniBatchResult, Shares, forward_micro_batches, micro_batches
 
 
 class CriticWorker:
@@ -52,16 +50,10 @@ class CriticWorker:
             optimizer_offload=fsdp.optimizer_offload,
         )
 
-    @torch.no_grad()
     def compute_values(self, shard: DataProto, schedule: RankSchedule) -> DataProto:
         """`values` [B, R] of the shard's rows, read before each response token; 0 where `response_mask` is 0."""
-        values = []
         with self.engine.phase("values"):
-            micros = chain.from_iterable(micro_batches(shard, schedule))
-            for micro, size in zip(micros, chain.from_iterable(schedule.micro_sizes), strict=True):
-                # Of a row run with weight zero nothing is kept.
-                values.append(DataProto.from_dict({"values": self._values(micro).cpu()})[:size])
-        return DataProto.concat(values)
+            return forward_micro_batches(shard, schedule, lambda rows: {"values": self._values(rows)})
 
     def update(
         self, shard: DataProto, schedule: RankSchedule, *, totals: Sequence[MiniBatchTotals], lr: float

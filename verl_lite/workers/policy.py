@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from verl_lite.batching import RankSchedule
 from verl_lite.config import FSDPConfig, ModelConfig
@@ -14,7 +12,7 @@ from verl_lite.distributed.process_group import RankContext
 from verl_lite.models.forward import ModelInputs, PolicyModel, prepare_inputs, to_rows
 from verl_lite.models.loading import decoder_layers, enable_gradient_checkpointing, load_causal_lm
 from verl_lite.protocol import DataProto
-from verl_lite.workers.update import micro_batches
+from verl_lite.workers.update import forward_micro_batches
 
 
 def build_policy_engine(
@@ -48,20 +46,17 @@ def model_inputs(rows: DataProto, device: torch.device, *, packed: bool) -> Mode
     return prepare_inputs(ids.to(device), attention_mask.to(device), mask.to(device), packed=packed)
 
 
-@torch.no_grad()
 def score_tokens(
     engine: FSDPEngine, shard: DataProto, schedule: RankSchedule, *, packed: bool, with_entropy: bool
 ) -> DataProto:
     """`log_probs` and, if asked, `entropies` of the shard's rows; each [B, R] on the CPU, 0 where the mask is 0."""
-    scored = []
-    micros = chain.from_iterable(micro_batches(shard, schedule))
-    for micro, size in zip(micros, chain.from_iterable(schedule.micro_sizes), strict=True):
+
+    def score(rows: DataProto) -> dict[str, Tensor]:
+        mask = rows.batch["response_mask"].to(engine.device)
         log_probs, entropies = engine.module(
-            model_inputs(micro, engine.device, packed=packed), with_entropy=with_entropy
+            model_inputs(rows, engine.device, packed=packed), with_entropy=with_entropy
         )
-        mask = micro.batch["response_mask"]
-        columns = {"log_probs": to_rows(log_probs.cpu(), mask)}
-        if entropies is not None:
-            columns["entropies"] = to_rows(entropies.cpu(), mask)
-        scored.append(DataProto.from_dict(columns)[:size])  # of a row run with weight zero nothing is kept
-    return DataProto.concat(scored)
+        columns = {"log_probs": to_rows(log_probs, mask)}
+        return columns if entropies is None else {**columns, "entropies": to_rows(entropies, mask)}
+
+    return forward_micro_batches(shard, schedule, score)

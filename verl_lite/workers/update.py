@@ -7,8 +7,9 @@ shares of all micro-batches and ranks gives the mean over the mini-batch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -77,6 +78,19 @@ def summarise_updates(results: Sequence[Sequence[Sequence[MiniBatchResult]]]) ->
         skipped=[index for index, outcome in enumerate(outcomes) if outcome == "skipped"],
         empty=outcomes.count("empty"),
     )
+
+
+@torch.no_grad()
+def forward_micro_batches(
+    shard: DataProto, schedule: RankSchedule, compute: Callable[[DataProto], Mapping[str, Tensor]]
+) -> DataProto:
+    """What `compute` gives for the rows of each micro-batch, put together on the CPU in the shard's order."""
+    results = []
+    micros = chain.from_iterable(micro_batches(shard, schedule))
+    for micro, size in zip(micros, chain.from_iterable(schedule.micro_sizes), strict=True):
+        columns = {name: column.cpu() for name, column in compute(micro).items()}
+        results.append(DataProto.from_dict(columns)[:size])  # of a row run with weight zero nothing is kept
+    return DataProto.concat(results)
 
 
 def micro_batches(shard: DataProto, schedule: RankSchedule) -> Iterator[list[DataProto]]:
