@@ -2,7 +2,7 @@
 
 Writes `$VERL_LITE_HOME/quickstart/{model,train.parquet,val.parquet,prepared.json}` (VERL_LITE_HOME defaults to
 `verl_lite` under the user's cache folder). The Qwen2 of 0.9M parameters is trained on the training problems until its
-greedy accuracy on the validation problems lies between 0.45 and 0.55: low enough that GRPO has something to teach, high
+greedy accuracy on the validation problems lies between 0.48 and 0.55: low enough that GRPO has something to teach, high
 enough that most groups hold both right and wrong answers. A second call finds everything in place and returns.
 
     python scripts/prepare_quickstart.py [--force] [--seed N]
@@ -27,8 +27,8 @@ CHARACTERS = "0123456789+-*/=?.,:# abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRS
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 DATA_SOURCE = "verl_lite/addition"
 NUM_VALIDATION = 512
-TARGET_ACCURACY = (0.45, 0.55)
-BATCH_SIZE = 128
+TARGET_ACCURACY = (0.48, 0.55)
+BATCH_SIZE = 32  # small on purpose: steps with noise leave weights that reinforcement can still move
 TIME_LIMIT_S = 600.0
 
 
@@ -171,6 +171,7 @@ def prepare(folder: Path, seed: int) -> dict[str, Any]:
         eos_token_id=1,
         pad_token_id=0,
         dtype="float32",
+        initializer_range=0.06,  # at the usual 0.02 so small a model learns three times as slowly
     )
     model = Qwen2ForCausalLM(config).to(torch.float32)
     accuracy = warm_start(model, encode(train), encode(validation), seed)
