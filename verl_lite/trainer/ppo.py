@@ -70,8 +70,15 @@ def run(config: Config, plan: BatchPlan, data: TrainingData, pool: ResourcePool,
         rewards = build_manager(
             config.reward, reward_pool, data.tokenizer, max_response_length=config.data.max_response_length
         )
+        started = time.monotonic()
         workers = start_workers(config, data, pool, log_dir)
         stack.callback(workers.close)
+        roles = [name for name, group in vars(workers).items() if group is not None and name != "rollout"]
+        logger.info(
+            "ready after %.0f s: %d training ranks (%s), %d %s engines",
+            time.monotonic() - started, workers.actor.world_size, ", ".join(roles),
+            workers.rollout.world_size, config.actor_rollout_ref.rollout.name,
+        )  # fmt: skip
         tracking = Tracking(
             trainer.logger,
             trainer.run_dir,
@@ -347,6 +354,9 @@ class PPOTrainer:
         metrics = {f"{role}/{name}": value for name, value in {**summary.metrics, "lr": rate}.items()}
         if role == "critic":
             return metrics | {"training/critic_optimizer_steps": summary.done}
+        actor = self.config.actor_rollout_ref.actor
+        if actor.use_kl_loss:
+            metrics["actor/kl_coef"] = actor.kl_loss_coef
         return metrics | {
             "actor/ppo_kl_first": summary.first.get("ppo_kl", 0.0),
             "training/optimizer_steps": summary.done,
