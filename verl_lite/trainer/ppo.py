@@ -175,6 +175,8 @@ class PPOTrainer:
             metrics |= self.account("actor", results, rate)
             with self.timed("update_weights"):
                 self.send_weights()
+        else:
+            metrics |= {"training/optimizer_steps": 0, "training/held_back_steps": plan.optimizer_steps}
         return batch, metrics
 
     def validate(self) -> dict[str, float]:
