@@ -221,6 +221,13 @@ def test_tokenizer_without_chat_template_says_the_way_out(tmp_path: Path):
     assert load_tokenizer(path, custom_chat_template=str(tmp_path / "mine.jinja")).chat_template.startswith("{{ mess")
 
 
+@pytest.mark.parametrize("length", [255, 300, 5000])
+def test_a_template_longer_than_a_file_name_may_be_is_a_template(tmp_path: Path, length: int):
+    path = char_tokenizer(tmp_path, chat_template=None)
+    template = "{{ messages[0].content }}".ljust(length, "x")
+    assert load_tokenizer(path, custom_chat_template=template).chat_template == template
+
+
 def test_missing_tokenizer_is_named(tmp_path: Path):
     with pytest.raises(ValueError, match="cannot load a tokenizer from .*nowhere"):
         load_tokenizer(str(tmp_path / "nowhere"))

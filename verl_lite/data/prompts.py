@@ -48,8 +48,9 @@ def load_tokenizer(
         tokenizer.pad_token = tokenizer.eos_token
         logger.warning("the tokenizer of %s has no pad token; its end token %r is used", path, tokenizer.eos_token)
     if custom_chat_template is not None:
-        is_file = len(custom_chat_template) < 1024 and Path(custom_chat_template).is_file()
-        tokenizer.chat_template = Path(custom_chat_template).read_text() if is_file else custom_chat_template
+        is_file = os.path.isfile(custom_chat_template)  # Path.is_file would raise for a template of 256 characters
+        template = Path(custom_chat_template).read_text(encoding="utf-8") if is_file else custom_chat_template
+        tokenizer.chat_template = template
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer of {path} has no chat template; set actor_rollout_ref.model.custom_chat_template to a "
