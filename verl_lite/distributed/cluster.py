@@ -40,8 +40,8 @@ def check_alive(phase: str) -> None:
     """Raise `RayDied` when a daemon of the embedded Ray has ended; `phase` is what was waited for."""
     for name, pid in _daemons.items():
         try:
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
+            ended = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # dead, and nobody has asked for its exit code
+        except psutil.NoSuchProcess:
             ended = True
         if ended:
             raise RayDied(f"Ray's {name} (pid {pid}) died during {phase}; its logs will be in logs/ray")

@@ -1,0 +1,29 @@
+"""Whether Ray's daemons live, asked of the system; starting and ending Ray is in test_main_ppo.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from verl_lite.distributed import cluster
+
+
+def test_a_daemon_that_ended_is_noticed_whether_or_not_somebody_has_waited_for_it(monkeypatch: pytest.MonkeyPatch):
+    daemon = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setattr(cluster, "_daemons", {"raylet": daemon.pid})
+    cluster.check_alive("step 1: gen")
+
+    daemon.kill()
+    deadline = time.monotonic() + 10
+    while psutil.Process(daemon.pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(cluster.RayDied, match=rf"Ray's raylet \(pid {daemon.pid}\) died during step 1: gen"):
+        cluster.check_alive("step 1: gen")
+
+    daemon.communicate()  # takes the exit code: the process is gone altogether
+    with pytest.raises(cluster.RayDied):
+        cluster.check_alive("step 1: gen")
