@@ -73,15 +73,16 @@ esac
 say "needs $needs"
 
 python=$(find_python)
-if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+pip_works() { .venv/bin/python -m pip --version >/dev/null 2>&1; }
+# An environment without pip, as uv makes it, gets one; only one that is broken is made anew.
+if ! pip_works && ! { [ -x .venv/bin/python ] && .venv/bin/python -m ensurepip >/dev/null 2>&1 && pip_works; }; then
   say "making .venv with $("$python" --version)"
   rm -rf .venv
-  "$python" -m venv .venv >/tmp/verl_lite_venv.$$ 2>&1 || {
-    cat /tmp/verl_lite_venv.$$ >&2
-    rm -rf .venv /tmp/verl_lite_venv.$$
+  if ! output=$("$python" -m venv .venv 2>&1); then
+    printf '%s\n' "$output" >&2
+    rm -rf .venv
     fail "'$python -m venv' failed; on Debian or Ubuntu: apt install python3-venv"
-  }
-  rm -f /tmp/verl_lite_venv.$$
+  fi
 fi
 
 [ "$extra" = hf ] && target=".${dev:+[dev]}" || target=".[$extra$dev]"
