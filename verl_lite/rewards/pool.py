@@ -243,7 +243,7 @@ def _num_cores() -> int:
 
 
 def _end(worker: _Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # both mean dead; macOS says the second of a zombie
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.wait(timeout=10)
     worker.connection.close()
