@@ -60,7 +60,7 @@ GLOBAL_SIZES = {
 IGNORED = {
     "*.grad_offload": "gradients go with the weights",
     "data.return_*": "always on where it is needed",
-    "data.dataloader_num_workers": "prompts are read ahead of the step",
+    "data.dataloader_num_workers": "prompts are kept in memory",
     f"{_ROLLOUT}.mode": "the engine always runs asynchronously",
     f"{_ROLLOUT}.load_format": "the engine's weights always come from the actor",
     f"{_ROLLOUT}.layered_summon": "weights always travel in pieces",

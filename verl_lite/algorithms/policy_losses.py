@@ -38,10 +38,6 @@ class PolicyLossOutputs(NamedTuple):
     metrics: dict[str, Tensor]  # name -> [B, T], detached; their mean over tokens is what is logged
 
 
-class PolicyLoss(Protocol):
-    def __call__(self, inputs: PolicyLossInputs, **options: float) -> PolicyLossOutputs: ...
-
-
 class Select(Protocol):
     """Chooses tokens by statistics of the whole mini-batch (all ranks, without gradient): -> [B, T] bool.
 

@@ -20,12 +20,6 @@ from transformers import (
 from verl_lite.models.attention import PACKED_ATTENTION
 from verl_lite.models.forward import ValueModel
 
-DTYPES = {
-    "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-    "fp16": torch.float16, "float16": torch.float16, "fp64": torch.float64, "float64": torch.float64,
-}  # fmt: skip
-
-
 def load_causal_lm(
     path: str,
     *,
