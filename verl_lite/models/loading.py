@@ -20,6 +20,7 @@ from transformers import (
 from verl_lite.models.attention import PACKED_ATTENTION
 from verl_lite.models.forward import ValueModel
 
+
 def load_causal_lm(
     path: str,
     *,
