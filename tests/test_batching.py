@@ -446,6 +446,7 @@ def test_more_ranks_than_rows_is_a_note() -> None:
         ({}, "algorithm.kl_ctrl.kl_coef=0.001"),
         ({}, f"{ROLLOUT}.gpu_memory_utilization=0.6"),
         ({f"{ACTOR}.use_kl_loss": False, f"{ACTOR}.kl_loss_coef": 0.5}, f"{ACTOR}.kl_loss_coef=0.5"),
+        ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.0}, f"{ACTOR}.use_kl_loss=True"),
         ({f"{ACTOR}.data_loader_seed": 1}, f"{ACTOR}.data_loader_seed=1"),
         ({f"{ACTOR}.ppo_max_token_len_per_gpu": 9999}, f"{ACTOR}.ppo_max_token_len_per_gpu=9999"),
         ({"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.horizon": 5}, "algorithm.kl_ctrl.horizon=5"),

@@ -155,6 +155,7 @@ def test_critic_exists_exactly_when_values_are_needed() -> None:
 def test_reference_model_exists_only_when_a_kl_asks_for_it() -> None:
     assert not resolved().needs_ref
     assert resolved({ACTOR + "use_kl_loss": True}).needs_ref
+    assert not resolved({ACTOR + "use_kl_loss": True, ACTOR + "kl_loss_coef": 0.0}).needs_ref
     assert resolved({"algorithm.use_kl_in_reward": True}).needs_ref
 
 

@@ -782,7 +782,7 @@ def _notes(cfg: Config, actor: UpdatePlan, given: Collection[str]) -> Iterator[s
         shown = [key for key, (value, default) in values.items() if key in given or default not in (None, value)]
         return ", ".join(f"{key}={values[key][0]}" for key in shown)
 
-    in_loss, in_reward = policy.use_kl_loss, algorithm.use_kl_in_reward
+    in_loss, in_reward = policy.has_kl_loss, algorithm.use_kl_in_reward
     kl_coef, kl_type, *adaptive = [f"algorithm.kl_ctrl.{key}" for key in ("kl_coef", "type", "horizon", "target_kl")]
     if in_loss and not in_reward:
         coef = f"{ACTOR}.kl_loss_coef={policy.kl_loss_coef}"
@@ -802,7 +802,12 @@ def _notes(cfg: Config, actor: UpdatePlan, given: Collection[str]) -> Iterator[s
     without_effect: list[tuple[bool, Sequence[str], str]] = [
         (not in_reward, reward_kl, "algorithm.use_kl_in_reward=False"),
         (in_reward and algorithm.kl_ctrl.type == "fixed", adaptive, f"{kl_type}=fixed"),
-        (not in_loss, [f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"], f"{ACTOR}.use_kl_loss=False"),
+        (not policy.use_kl_loss, [f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"], f"{ACTOR}.use_kl_loss=False"),
+        (
+            policy.use_kl_loss and not in_loss,
+            [f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_type"],
+            f"{ACTOR}.kl_loss_coef=0, so there is no KL term and no reference model for it",
+        ),
         (not cfg.needs_ref, [key for key in given if key.startswith(f"{REF}.")], "without a KL term there is no ref"),
         (not cfg.needs_critic, [key for key in given if key.startswith("critic.")], "this run has no critic"),
         (cfg.trainer.device == "cpu", offload, "trainer.device=cpu, where there is no second memory to use"),

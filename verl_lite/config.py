@@ -189,6 +189,11 @@ class ActorConfig:
     fsdp_config: TrainFSDPConfig = section(TrainFSDPConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
 
+    @property
+    def has_kl_loss(self) -> bool:
+        """A term of weight 0 is left out, and with it the reference model's pass."""
+        return self.use_kl_loss and self.kl_loss_coef > 0
+
 
 @dataclass(frozen=True)
 class ValKwargs:
@@ -433,7 +438,7 @@ class Config:
 
     @property
     def needs_ref(self) -> bool:
-        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+        return self.actor_rollout_ref.actor.has_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
     def needs_critic(self) -> bool:
@@ -814,7 +819,7 @@ def notices(config: Config) -> list[str]:
             f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}",
         ),
         (
-            actor.use_kl_loss and config.algorithm.use_kl_in_reward,
+            actor.has_kl_loss and config.algorithm.use_kl_in_reward,
             "KL is in the loss (actor.use_kl_loss=True) and in the reward (algorithm.use_kl_in_reward=True)",
         ),
         (

@@ -357,7 +357,7 @@ class PPOTrainer:
         if role == "critic":
             return metrics | {"training/critic_optimizer_steps": summary.done}
         actor = self.config.actor_rollout_ref.actor
-        if actor.use_kl_loss:
+        if actor.has_kl_loss:
             metrics["actor/kl_coef"] = actor.kl_loss_coef
         return metrics | {
             "actor/ppo_kl_first": summary.first.get("ppo_kl", 0.0),

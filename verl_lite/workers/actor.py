@@ -103,7 +103,7 @@ class ActorWorker:
         shares.add("pg_loss", loss)
         for name, values in outputs.metrics.items():
             shares.add_tokens(name, values, mask)
-        if actor.use_kl_loss:
+        if actor.has_kl_loss:
             ref_log_probs = rows.batch["ref_log_probs"].to(self.engine.device)
             kl_loss = self._aggregate(self.kl(log_probs, ref_log_probs, mask), mask, shares)
             shares.add("kl_loss", kl_loss)
