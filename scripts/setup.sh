@@ -49,6 +49,9 @@ for argument in "$@"; do
   esac
 done
 
+case "$(uname -s)" in
+  MINGW* | MSYS* | CYGWIN*) fail "verl_lite does not run on Windows itself; in WSL 2 (wsl --install) it runs as on any Linux" ;;
+esac
 extra=$(choose_extra)
 stamp=.venv/.verl_lite_setup
 wanted="$extra$dev $(cksum <pyproject.toml) $(pwd)"
