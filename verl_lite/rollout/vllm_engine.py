@@ -218,7 +218,7 @@ def _engine_options(settings: EngineSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_model_len),
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
         "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "enable_chunked_prefill": settings.enable_chunked_prefill,
