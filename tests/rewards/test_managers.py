@@ -103,7 +103,8 @@ def test_the_example_of_a_custom_reward_works(tokenizer: Any):
 def test_dapo_penalises_the_last_tokens_before_the_limit(length: int, penalty: float, tokenizer: Any):
     options = {"enable": True, "len": 4, "penalty_factor": 1.0}
     manager = DapoRewardManager(pool_with(), tokenizer, max_resp_len=10, overlong_buffer_cfg=options)
-    assert manager.shape(1.0, length) == (1.0 + penalty, {"overlong_reward": penalty, "overlong": float(penalty < 0)})
+    reported = {"acc": 1.0, "overlong_reward": penalty, "overlong": float(penalty < 0)}
+    assert manager.shape(1.0, length) == (1.0 + penalty, reported)
 
 
 def test_dapo_puts_the_penalty_into_the_scores(tokenizer: Any):
@@ -117,6 +118,14 @@ def test_dapo_puts_the_penalty_into_the_scores(tokenizer: Any):
     # Limit 4, buffer 2: lengths 2, 3, 4 cost 0, 0.25, 0.5.
     assert rewards.token_level_scores.sum(1).tolist() == [1.0, 0.75, -0.5]
     assert rewards.metrics["reward/overlong"] == pytest.approx(2 / 3)
+    assert rewards.columns["acc"].tolist() == [1.0, 1.0, 0.0]
+
+
+def test_dapo_leaves_the_functions_own_acc_alone(tokenizer: Any):
+    with pool_with(EXAMPLE, length_bonus=0.3) as pool:
+        rewards = DapoRewardManager(pool, tokenizer, max_resp_len=4).score(batch_of(["46"], ["46"], tokenizer))
+    assert rewards.token_level_scores.sum().item() == pytest.approx(1.1)  # 1 + 0.3 / (1 + 2)
+    assert rewards.columns["acc"].tolist() == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class RewardManager:
             extras.append(dict(result.extra))
             if result.score is not None and length:
                 scores[i, length - 1], shaping = self.shape(result.score, length)
-                extras[-1].update(shaping)
+                extras[-1] = {**shaping, **extras[-1]}
         return Rewards(
             token_level_scores=scores,
             scored=torch.tensor([result.score is not None for result in results], dtype=torch.bool),
@@ -87,7 +87,8 @@ class DapoRewardManager(RewardManager):
 
     With L = `max_resp_len` and a buffer of b tokens before it, a response of l tokens gets
     min(0, -(l - (L - b)) / b · penalty_factor) on top of its score (DAPO, section 3.4,
-    https://arxiv.org/abs/2503.14476).
+    https://arxiv.org/abs/2503.14476). `acc` is the score without the penalty, unless the reward function returns one of
+    its own: what validation shows and `algorithm.filter_groups.metric=acc` compares.
     """
 
     def __init__(
@@ -108,10 +109,11 @@ class DapoRewardManager(RewardManager):
 
     def shape(self, score: float, response_length: int) -> tuple[float, dict[str, float]]:
         if not self._enabled:
-            return score, {}
+            return score, {"acc": score}
         excess = response_length - (self._limit - self._buffer)
         penalty = min(0.0, -excess / self._buffer * self._factor)
-        return score + penalty, {"overlong_reward": penalty, "overlong": float(penalty < 0)} if self._report else {}
+        reported = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if self._report else {}
+        return score + penalty, {"acc": score, **reported}
 
 
 def build_manager(
