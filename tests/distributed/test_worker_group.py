@@ -134,6 +134,15 @@ def test_a_wrong_number_of_shards_is_refused(groups: dict[str, WorkerGroup[Worke
         groups["actor"].map(Worker.add, [1, 2, 3])
 
 
+def test_rebuilt_workers_take_the_place_of_the_old_ones_in_the_same_processes(pool: ResourcePool) -> None:
+    group = start(pool, offset=10)
+    before = group.call(Worker.identity)
+    group.rebuild(offset=20)
+    assert group.call(Worker.add, 1) == [21, 21]
+    assert group.call(Worker.identity) == before
+    group.close()
+
+
 def test_a_method_of_another_class_is_refused(groups: dict[str, WorkerGroup[Worker]]) -> None:
     with pytest.raises(TypeError, match="dict.keys is not a method of Worker"):
         groups["actor"].call(dict.keys)  # type: ignore[arg-type]

@@ -339,6 +339,14 @@ class WorkerGroup(Generic[W]):
         """Wait until the workers are built; the first call does so too."""
         self._hosts.wait_ready()
 
+    def rebuild(self, **kwargs: Any) -> None:
+        """Put new workers of the same class, with these arguments, in the place of the old ones, in the same processes.
+
+        Returns at once; the next call waits.
+        """
+        self._hosts.deadline = time.monotonic() + self._hosts.limits.start_s
+        _start_workers(self._hosts, self.role, RoleSpec(self._spec.cls, kwargs))
+
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run `method` on every rank with the same arguments; one result per rank."""
         return self.start_call(method, *args, **kwargs).result()
@@ -510,6 +518,10 @@ def _build(hosts: _Hosts, role: str, spec: RoleSpec[W]) -> WorkerGroup[W]:
         raise ValueError(
             f"{role}: sequence_parallel_size={spec.sequence_parallel_size} does not divide {len(hosts.members)} ranks"
         )
+    _start_workers(hosts, role, spec)
+    return WorkerGroup(hosts, role, spec)
+
+
+def _start_workers(hosts: _Hosts, role: str, spec: RoleSpec[Any]) -> None:
     pickled = ray.put(cloudpickle.dumps((spec.cls, dict(spec.kwargs))))
     hosts.begin(role, "start", [member.actor.build.remote(role, pickled) for member in hosts.members])
-    return WorkerGroup(hosts, role, spec)

@@ -219,6 +219,17 @@ def start_workers(config: Config, data: TrainingData, pool: ResourcePool, log_di
         # The engine measures the memory it finds free: it must be up, and asleep, before the trainer's weights come.
         rollout.wait_ready()
         rollout.call(RolloutWorker.sleep)
+    groups = spawn(pool, training_roles(config, vocab_size), limits=limits, log_dir=log_dir)
+    groups["actor"].wait_ready()
+    rollout.wait_ready()
+    workers = Workers(rollout, groups["actor"], groups.get("ref"), groups.get("critic"), groups.get("reward_model"))
+    open_transfer(config, workers, master_address=pool.slots[0].node_address)
+    return workers
+
+
+def training_roles(config: Config, vocab_size: int) -> dict[str, RoleSpec[Any]]:
+    """The workers of every training host; `vocab_size` is the tokenizer's."""
+    policy = config.actor_rollout_ref
     shared = {"temperature": policy.rollout.temperature, "vocab_size": vocab_size}
     roles: dict[str, RoleSpec[Any]] = {
         "actor": RoleSpec(ActorWorker, {"model": policy.model, "actor": policy.actor, **shared})
@@ -230,12 +241,7 @@ def start_workers(config: Config, data: TrainingData, pool: ResourcePool, log_di
         roles["critic"] = RoleSpec(CriticWorker, critic)
     if config.reward.reward_model.enable:
         roles["reward_model"] = RoleSpec(RewardModelWorker, {"model": config.reward.reward_model.model})
-    groups = spawn(pool, roles, limits=limits, log_dir=log_dir)
-    groups["actor"].wait_ready()
-    rollout.wait_ready()
-    workers = Workers(rollout, groups["actor"], groups.get("ref"), groups.get("critic"), groups.get("reward_model"))
-    open_transfer(config, workers, master_address=pool.slots[0].node_address)
-    return workers
+    return roles
 
 
 def open_transfer(config: Config, workers: Workers, *, master_address: str) -> None:
