@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import CHARACTERS
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from verl_lite.models import forward
 from verl_lite.models.forward import PolicyModel, ValueModel, position_ids_from_mask, prepare_inputs, to_rows
@@ -170,6 +170,27 @@ class _TwoWords(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "scale"),
+    [("granite", "logits_scaling", 4.0), ("hyperclovax", "logits_scaling", 0.25), ("cohere", "logit_scale", 0.25),
+     ("falcon_h1", "lm_head_multiplier", 0.25), ("gemma2", "final_logit_softcapping", 1.0)],
+)  # fmt: skip
+def test_what_an_architecture_does_to_its_logits_is_done_here_too(architecture: str, field: str, scale: float) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        architecture, vocab_size=80, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, initializer_range=0.5,
+        pad_token_id=0, bos_token_id=0, eos_token_id=1, **{field: 0.25},
+    )  # fmt: skip
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    policy, ids = PolicyModel(lm, temperature=1.0), torch.arange(2, 12)[None]
+    assert policy.logit_scale == scale
+    inputs = prepare_inputs(ids, torch.ones(1, 10), torch.ones(1, 4), packed=False)
+    log_probs, _ = policy(inputs, with_entropy=False)
+    expected = plain_log_probs(lm, ids, torch.ones(1, 10), 4, 1.0)[0].gather(-1, ids[0, 6:, None])[:, 0]
+    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_ids_beyond_the_tokenizer_get_no_probability(tiny_model_path: str) -> None:

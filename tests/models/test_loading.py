@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import Lfm2Config, Lfm2ForCausalLM, OPTConfig, OPTForCausalLM
 
 from verl_lite.models.attention import PackedRows, packed_attention
 from verl_lite.models.loading import decoder_layers, load_causal_lm, load_value_model
@@ -47,6 +47,18 @@ def test_attention_that_cannot_pack_is_refused_with_the_way_out(tiny_model_path:
     ones = torch.ones(1, 1, 2, 4)
     with pytest.raises(ValueError, match=r"Linear does not hand .*use_remove_padding=False"):
         packed_attention(torch.nn.Linear(1, 1), ones, ones, ones, None)
+
+
+def test_layers_that_carry_tokens_from_row_to_row_are_not_packed(tmp_path: Path) -> None:
+    # A short convolution: the last tokens of a row would enter the first states of the next.
+    config = Lfm2Config(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1,
+        num_key_value_heads=1, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
+    load_causal_lm(str(tmp_path), dtype=torch.float32, packed=False, override_config={})
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM has layers \(conv\) .*use_remove_padding=False"):
+        load_causal_lm(str(tmp_path), dtype=torch.float32, packed=True, override_config={})
 
 
 def test_every_dropout_of_a_config_is_off(tmp_path: Path) -> None:

@@ -87,8 +87,10 @@ class PolicyModel(nn.Module):
         self.vocab_size = vocab_size
         config = lm.config.get_text_config()
         # The few architectures that do something to the logits after the head name it so in their config.
-        self.logit_scale = getattr(config, "logit_scale", None) or 1.0
-        self.logit_scale /= getattr(config, "logits_scaling", None) or 1.0
+        self.logit_scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
+        if scaling := getattr(config, "logits_scaling", None):
+            # HyperCLOVA X multiplies by what the others divide by.
+            self.logit_scale *= scaling if config.model_type == "hyperclovax" else 1 / scaling
         self.logit_softcap = getattr(config, "final_logit_softcapping", None)
 
     def forward(self, inputs: ModelInputs, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:

@@ -20,6 +20,9 @@ from transformers import (
 from verl_lite.models.attention import PACKED_ATTENTION
 from verl_lite.models.forward import ValueModel
 
+# Layers that look at other tokens through attention alone, which is told where a row ends.
+PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+
 
 def load_causal_lm(
     path: str,
@@ -149,5 +152,11 @@ def _build(
         raise ValueError(
             f"{type(model).__name__} does not support other attention functions, which packing needs; "
             "set model.use_remove_padding=False"
+        )
+    others = set(getattr(config.get_text_config(), "layer_types", None) or ()) - PACKABLE_LAYERS
+    if packed and (others or model._is_stateful):
+        raise ValueError(
+            f"{type(model).__name__} has layers ({', '.join(sorted(others)) or 'recurrent'}) that would mix rows which "
+            "stand end to end; set model.use_remove_padding=False"
         )
     return model.eval()
