@@ -126,6 +126,15 @@ def test_it_answers_from_any_folder_within_3_seconds_and_loads_nothing_heavy(tmp
     assert seconds < 3  # 0.4 s on a quiet machine
 
 
+@pytest.mark.parametrize("module", ["verl_lite.plan", "verl_lite.main_ppo"])
+def test_a_terminal_that_cannot_show_every_character_gets_the_others(module: str) -> None:
+    arguments = [*CLASSIC] if module == "verl_lite.plan" else ["--help"]
+    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"PYTHONIOENCODING": "ascii"})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert module == "verl_lite.main_ppo" or "1,024 prompts ? rollout.n=5 responses" in done.stdout
+
+
 def test_the_table_in_the_docs_is_what_the_program_prints(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(plan.__file__).parents[1] / "docs" / "batch-sizes.md").read_text(encoding="utf-8")
     shown = page.split("<!-- plan:")[1].split("```")[1].strip("\n").splitlines()

@@ -201,6 +201,7 @@ def _object_store_bytes(config: Config, plan: BatchPlan) -> int:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # where · and × cannot be shown
     exit_code = main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(exit_code)  # at once: what libraries do at exit can hang or fail after the work is done

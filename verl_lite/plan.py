@@ -78,4 +78,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # where · and × cannot be shown
     sys.exit(main(sys.argv[1:]))
