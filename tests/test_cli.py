@@ -181,6 +181,24 @@ def test_a_key_without_its_section_answers_with_the_whole_name() -> None:
     assert f"nearest: {ACTOR}ppo_mini_batch_size" in problem_of("actor.ppo_mini_batch_size=4")
 
 
+@pytest.mark.parametrize(
+    "typo, meant",
+    [
+        ("algorithm.filter_groups.metrics=acc", "algorithm.filter_groups.metric"),
+        ("algorithm.rollout_correction.rollout_iss=token", "algorithm.rollout_correction.rollout_is"),
+        ("actor_rollout_ref.model.lora_ranks=8", "actor_rollout_ref.model.lora_rank"),
+        ("reward.reward_model.model.input_tokeniser=x", "reward.reward_model.model.input_tokenizer"),
+    ],
+)
+def test_a_typo_among_keys_that_are_known_but_not_supported_answers_with_the_near_name(typo: str, meant: str) -> None:
+    assert meant in problem_of(typo)
+
+
+def test_no_key_is_taken_for_an_npus_because_it_says_input() -> None:
+    assert "no such key" in problem_of("data.input_key=question")
+    assert "not supported (NPUs)" in problem_of(f"{ACTOR}npu_fusion=True")
+
+
 def test_taking_back_an_unknown_key_is_an_error() -> None:
     assert "no such key" in problem_of("~trainer.nothing")
 

@@ -265,7 +265,9 @@ class _Given:
             if is_off(key, value):
                 self.warn(typed, f"ignored: {why} not supported, and this value switches it off")
             else:
-                self.problems.append(f"{typed}={show(value)}: not supported ({why})")
+                near = [name for name in known if SequenceMatcher(None, key, name).ratio() > 0.95]
+                typo = f"; did you mean {near[0]}?" if near else ""
+                self.problems.append(f"{typed}={show(value)}: not supported ({why}){typo}")
         elif any(name.startswith(f"{key}.") for name in known):
             self.problems.append(f"{typed}={show(value)}: {key} is a section; set one of its keys, {key}.…=…")
         else:
