@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +76,12 @@ def test_composing_takes_under_a_second_and_loads_no_heavy_library(tmp_path: Pat
     )
     command = [sys.executable, "-c", code, *CLASSIC]
     root = str(recipe_folder().parent)
-    seconds = []
-    for _ in range(3):  # the best of three, since other work shares the machine
-        start = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": root})
-        seconds.append(time.monotonic() - start)
-        assert done.stdout.strip() == "[]", done.stderr
-        if seconds[-1] < 1:
-            break
-    assert min(seconds) < 1
+    before = os.times()
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": root})
+    after = os.times()
+    assert done.stdout.strip() == "[]", done.stderr
+    # Of the processor: other work may share the machine.
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 1
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -117,13 +116,14 @@ def test_it_answers_from_any_folder_within_3_seconds_and_loads_nothing_heavy(tmp
         "heavy = {'torch', 'tensordict', 'ray', 'vllm', 'transformers'} & set(sys.modules);"
         "sys.exit(f'loaded {heavy}' if heavy else code)"
     )
-    start = time.perf_counter()
+    before = os.times()
     done = subprocess.run([sys.executable, "-c", code, *CLASSIC], cwd=tmp_path, capture_output=True, text=True,
                           timeout=60, env=os.environ | {"PYTHONPATH": str(Path(plan.__file__).parents[1])})  # fmt: skip
-    seconds = time.perf_counter() - start
+    after = os.times()
     assert done.returncode == 0, done.stderr
     assert "optimizer steps" in done.stdout and "80 + 80" in done.stdout
-    assert seconds < 3  # 0.4 s on a quiet machine
+    # Of the processor, since other work may share the machine; 0.4 s where none does.
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 3
 
 
 @pytest.mark.parametrize("module", ["verl_lite.plan", "verl_lite.main_ppo"])
