@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
+from verl_lite.distributed import cluster
 from verl_lite.distributed.placement import ResourcePool
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.distributed.worker_group import (
@@ -167,7 +168,7 @@ def test_a_started_call_runs_while_the_driver_does_other_things(groups: dict[str
 
 
 def test_workers_share_the_cores_out_and_do_not_spin(groups: dict[str, WorkerGroup[Worker]]) -> None:
-    threads = str(max(1, (os.cpu_count() or 1) // 2))  # two slots on this machine
+    threads = str(max(1, cluster.num_cores() // 2))  # two slots on this machine
     assert groups["actor"].call(Worker.environment) == [(os.nice(0), threads, "PASSIVE")] * 2
 
 

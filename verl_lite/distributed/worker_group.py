@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_lite.distributed import cluster
 from verl_lite.distributed.placement import ResourcePool, Slot, replica_slots
-from verl_lite.distributed.process_group import RankContext, bind_listener, destroy_process_group, init_process_group
+from verl_lite.distributed.process_group import RankContext, bind_listener, init_process_group
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,12 @@ class _Failure:
 class _Host:
     """The actor of one slot. Runs in the worker process; everything it raises comes back as a `_Failure`."""
 
-    def __init__(self, env: Mapping[str, str], log_path: str | None) -> None:
-        os.environ.update(env)
+    def __init__(self, env: Mapping[str, str], sharers: int, log_path: str | None) -> None:
+        """sharers: hosts of this kind on the node, which share its cores out."""
+        # More threads than cores, waiting actively, make a step up to 50 times slower. Counted here: the node may have
+        # other cores than the driver's, and this process may be kept to some of them.
+        threads = str(max(1, cluster.num_cores() // sharers))
+        os.environ.update(env, OMP_NUM_THREADS=threads, OMP_WAIT_POLICY="PASSIVE")
         if log_path is not None:
             Path(log_path).parent.mkdir(parents=True, exist_ok=True)
             log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -163,9 +167,6 @@ class _Host:
         positional = values[: len(values) - len(names)]
         keywords = dict(zip(names, values[len(positional) :], strict=True))
         return self._guard(lambda: getattr(self.workers[role], method)(*positional, **keywords))
-
-    def leave(self) -> None:
-        destroy_process_group()
 
     def _guard(self, function: Callable[..., Any], *args: Any, starting: bool = False) -> Any:
         if self.failed is not None:
@@ -426,16 +427,15 @@ def spawn(
     Returns at once: `WorkerGroup.wait_ready`, or the first call, waits. Logs go to `log_dir/{name}_rank{r}.log` on the
     host's node.
     """
-    cores = os.cpu_count() or 1
     members = []
     for slot in pool.slots:
-        env = _thread_env(cores // slot.slots_on_node)
         options = {
             "num_cpus": 1,
             "num_gpus": 1 if pool.device == "cuda" else 0,
             "scheduling_strategy": slot.strategy,
         }
-        members.append(_start_host(slot, slot.index, f"{name}_rank{slot.index}", options, env, log_dir))
+        host = f"{name}_rank{slot.index}"
+        members.append(_start_host(slot, slot.index, host, options, {}, slot.slots_on_node, log_dir))
     hosts = _Hosts(name, members, limits, collective=True)
     contexts = [
         RankContext(slot.index, len(members), slot.local_index, slot.slots_on_node, pool.device) for slot in pool.slots
@@ -474,15 +474,14 @@ def spawn_rollout(
     members, contexts = [], []
     for rank, slots in enumerate(replicas):
         on_node = nodes.count(nodes[rank])
-        env = _thread_env((os.cpu_count() or 1) // on_node)
-        if pool.device == "cuda":
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for slot in slots for gpu in slot.gpu_ids)
+        gpus = ",".join(gpu for slot in slots for gpu in slot.gpu_ids)
+        env = {"CUDA_VISIBLE_DEVICES": gpus} if pool.device == "cuda" else {}
         options = {
             "num_cpus": 0,
             "num_gpus": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(nodes[rank], soft=False),
         }
-        members.append(_start_host(slots[0], rank, f"{name}_rank{rank}", options, env, log_dir))
+        members.append(_start_host(slots[0], rank, f"{name}_rank{rank}", options, env, on_node, log_dir))
         contexts.append(RankContext(rank, len(replicas), nodes[:rank].count(nodes[rank]), on_node, pool.device))
     hosts = _Hosts(name, members, limits, collective=False)
     _set_contexts(hosts, contexts)
@@ -490,20 +489,21 @@ def spawn_rollout(
 
 
 def _start_host(
-    slot: Slot, rank: int, name: str, options: Mapping[str, Any], env: Mapping[str, str], log_dir: str | Path | None
+    slot: Slot,
+    rank: int,
+    name: str,
+    options: Mapping[str, Any],
+    env: Mapping[str, str],
+    sharers: int,
+    log_dir: str | Path | None,
 ) -> _Member:
     log_path = None if log_dir is None else Path(log_dir).absolute() / f"{name}.log"
     actor = (
         ray.remote(_Host)
         .options(max_restarts=0, max_task_retries=0, **options)
-        .remote(dict(env), None if log_path is None else str(log_path))
+        .remote(dict(env), sharers, None if log_path is None else str(log_path))
     )
     return _Member(actor, rank, slot.node_address, log_path)
-
-
-def _thread_env(threads: int) -> dict[str, str]:
-    # More threads than cores, waiting actively, make a step up to 50 times slower.
-    return {"OMP_NUM_THREADS": str(max(1, threads)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _set_contexts(hosts: _Hosts, contexts: list[RankContext]) -> None:
