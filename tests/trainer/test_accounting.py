@@ -18,7 +18,7 @@ def trainer(*, planned: int, max_skipped: int = 10) -> Any:
     made = PPOTrainer.__new__(PPOTrainer)
     config: Any = types.SimpleNamespace(
         trainer=types.SimpleNamespace(max_skipped_steps=max_skipped),
-        actor_rollout_ref=types.SimpleNamespace(actor=types.SimpleNamespace(use_kl_loss=False)),
+        actor_rollout_ref=types.SimpleNamespace(actor=types.SimpleNamespace(has_kl_loss=False)),
     )
     made.config, made.global_step, made.skipped_in_a_row = config, 7, {"actor": 0, "critic": 0}
     plan: Any = types.SimpleNamespace(actor=types.SimpleNamespace(optimizer_steps=planned), critic=None)

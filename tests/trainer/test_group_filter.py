@@ -11,7 +11,7 @@ import torch
 
 from verl_lite.config import FilterGroupsConfig
 from verl_lite.protocol import DataProto
-from verl_lite.trainer.group_filter import GroupFilter
+from verl_lite.trainer.group_filter import RETURNED, GroupFilter
 
 Filter = Callable[..., GroupFilter]
 
@@ -33,7 +33,9 @@ def scored(groups: dict[str, list[float | None]], *, width: int = 2, **returned:
         "response_mask": ids * has_score[:, None],
         "token_level_scores": scores,
     }
-    return DataProto.from_dict(tensors, {"uid": [uid for uid, _ in rows], **returned})
+    return DataProto.from_dict(
+        tensors, {"uid": [uid for uid, _ in rows], **{RETURNED + k: v for k, v in returned.items()}}
+    )
 
 
 def uids(batch: DataProto) -> list[str]:
@@ -45,7 +47,7 @@ def groups() -> Filter:
     def make(num_prompts: int = 2, rounds_per_epoch: int = 3, **settings: Any) -> GroupFilter:
         return GroupFilter(
             FilterGroupsConfig(enable=True, **settings),
-            num_prompts=num_prompts, rounds_per_epoch=rounds_per_epoch, prompt_columns=["uid"], pad_token_id=0,
+            num_prompts=num_prompts, rounds_per_epoch=rounds_per_epoch, pad_token_id=0,
         )  # fmt: skip
 
     return make
@@ -98,7 +100,7 @@ def test_rounds_that_return_other_columns_fit_together(groups: Filter) -> None:
     search = groups()
     search.add(scored({"a": [0, 1]}, words=[3, 4]), {})
     search.add(scored({"b": [0, 1]}), {})
-    assert search.result()[0].non_tensor_batch["words"].tolist() == [3, 4, None, None]
+    assert search.result()[0].non_tensor_batch[RETURNED + "words"].tolist() == [3, 4, None, None]
 
 
 def test_counts_of_the_rounds_add_up_and_means_are_averaged(groups: Filter) -> None:
@@ -133,7 +135,8 @@ def test_fill_takes_the_first_prompts_that_were_dropped(groups: Filter, caplog: 
         batch, metrics = search.result()
     assert uids(batch) == ["d", "d", "a", "a", "b", "b"]
     assert metrics["training/filtered_prompts"] == 3  # c, e and f
-    assert len(caplog.messages) == 1 and "only 1 of data.train_batch_size=3" in caplog.text
+    [warning] = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "only 1 of data.train_batch_size=3" in warning
 
 
 def test_without_a_limit_an_epoch_without_a_single_group_ends_the_search(groups: Filter) -> None:

@@ -125,7 +125,7 @@ def start(tiny_model_path: str, tmp_path: Path) -> Any:
         )
         run = Run(None, texts)  # type: ignore[arg-type]
         workers: Any = types.SimpleNamespace(
-            rollout=StandIn(generate=run.generate),
+            rollout=StandIn(generate=run.generate, sleep=lambda: None),
             actor=StandIn(compute_log_probs=run.compute_log_probs, update=run.update, pop_peak_memory=dict),
             ref=None, critic=None, reward_model=None,
         )  # fmt: skip
@@ -259,3 +259,21 @@ def test_the_search_for_prompts_that_differ_ends(start: Start) -> None:
     metrics = run.train()
     assert run.column("advantages") == [0.0, 0.0]
     assert metrics["training/optimizer_steps"] == 1
+
+
+def test_the_engines_sleep_from_the_last_response_to_the_new_weights(start: Start) -> None:
+    """Two rounds of dynamic sampling and the greedy baseline all need the engines awake."""
+    run = start(
+        {0: ["1", "1"], 1: ["0", "1"]}, "algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.max_num_gen_batches=2", "trainer.val_before_train=False",
+    )  # fmt: skip
+    order: list[str] = []
+    for group in (run.trainer.workers.rollout, run.trainer.workers.actor):
+        for name, answer in group.answers.items():
+            group.answers[name] = lambda *args, _name=name, _answer=answer, **same: (
+                order.append(_name) or _answer(*args, **same)
+            )
+    run.trainer.send_weights = lambda: order.append("send_weights")
+    run.train()
+    assert order[:3] == ["generate"] * 3
+    assert order[3:7] == ["sleep", "compute_log_probs", "update", "send_weights"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from verl_lite.config import FilterGroupsConfig
 from verl_lite.protocol import DataProto
@@ -12,6 +12,7 @@ from verl_lite.workers.rollout import join_batches
 
 logger = logging.getLogger(__name__)
 
+RETURNED = "returned/"  # before the names of a reward function's own values: they may be called like any column
 SUMS = {"reward/errors", "reward/timeouts", "reward/unscored"}
 MIN_FRUITLESS_ROUNDS = 10  # of a small data set one round is an epoch, and the next may well turn out otherwise
 
@@ -26,11 +27,9 @@ class GroupFilter:
     """
 
     def __init__(
-        self, settings: FilterGroupsConfig, *, num_prompts: int, rounds_per_epoch: int,
-        prompt_columns: Collection[str], pad_token_id: int,
-    ) -> None:  # fmt: skip
+        self, settings: FilterGroupsConfig, *, num_prompts: int, rounds_per_epoch: int, pad_token_id: int
+    ) -> None:
         self._settings, self._num_prompts, self._pad_token_id = settings, num_prompts, pad_token_id
-        self._prompt_columns = prompt_columns
         self._fruitless_limit = max(rounds_per_epoch, MIN_FRUITLESS_ROUNDS)
         self._kept: list[DataProto] = []
         self._equal: list[DataProto] = []
@@ -78,14 +77,18 @@ class GroupFilter:
     def _values(self, batch: DataProto) -> list[float | None]:
         """Per row what is compared: the reward, or another value of the reward function's; None without a score."""
         metric = self._settings.metric
-        returned = batch.non_tensor_batch.keys() - set(self._prompt_columns)
+        returned = {
+            name.removeprefix(RETURNED): values
+            for name, values in batch.non_tensor_batch.items()
+            if name.startswith(RETURNED)
+        }
         if metric != "reward" and metric not in returned:
             raise ValueError(
                 f"algorithm.filter_groups.metric={metric} is not among what the reward function gives: "
                 + ", ".join(["reward", *sorted(returned)])
             )
         rewards = batch.batch["token_level_scores"].sum(-1)
-        values = rewards if metric == "reward" else batch.non_tensor_batch[metric]
+        values = rewards if metric == "reward" else returned[metric]
         scored = batch.batch["response_mask"].any(-1).tolist()
         return [value if has_score else None for value, has_score in zip(values.tolist(), scored, strict=True)]
 

@@ -29,7 +29,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.rewards.managers import RewardManager, Rewards, build_manager
 from verl_lite.rewards.pool import RewardPool
 from verl_lite.tracking import Tracking
-from verl_lite.trainer.group_filter import GroupFilter
+from verl_lite.trainer.group_filter import RETURNED, GroupFilter
 from verl_lite.trainer.metrics import (
     compute_data_metrics,
     compute_memory_metrics,
@@ -128,6 +128,7 @@ class PPOTrainer:
         trainer, last_step = self.config.trainer, self.data.total_training_steps
         if trainer.val_before_train or trainer.val_only:
             self.log(self.validate())
+            self.timing = {}
         while self.global_step < last_step:
             assert self.sampler is not None, "there are no steps without training data"
             self.global_step += 1
@@ -151,6 +152,7 @@ class PPOTrainer:
         if self.needs_baseline:
             with self.timed("baseline"):
                 batch = self.add_baseline(batch)
+        workers.rollout.call(RolloutWorker.sleep)  # the GPU's memory is the training's now; the new weights wake it
         with self.timed("old_log_prob"):
             batch = forward(workers.actor, ActorWorker.compute_log_probs, batch, plan.forward_pass("old_log_probs"))
         if workers.ref is not None:
@@ -176,6 +178,7 @@ class PPOTrainer:
             with self.timed("update_weights"):
                 self.send_weights()
         else:
+            workers.wake_engines()
             metrics |= {"training/optimizer_steps": 0, "training/held_back_steps": plan.optimizer_steps}
         return batch, metrics
 
@@ -236,7 +239,8 @@ class PPOTrainer:
         rewards = self.judge(batch)
         if self.config.trainer.rollout_data_dir is not None:
             self.rollouts += read_samples(batch, rewards, self.data.tokenizer)
-        columns = DataProto.from_dict({"token_level_scores": rewards.token_level_scores}, rewards.columns)
+        returned = {f"{RETURNED}{name}": values for name, values in rewards.columns.items()}
+        columns = DataProto.from_dict({"token_level_scores": rewards.token_level_scores}, returned)
         # A response without a score takes part in nothing: not in its group's mean, not in the loss.
         mask = batch.batch["response_mask"] * rewards.scored[:, None]
         return with_tensors(batch, response_mask=mask).union(columns), rewards.metrics
@@ -267,7 +271,6 @@ class PPOTrainer:
             self.config.algorithm.filter_groups,
             num_prompts=len(prompts),
             rounds_per_epoch=self.sampler.steps_per_epoch,
-            prompt_columns=prompts.non_tensor_batch.keys(),
             pad_token_id=self.data.tokenizer.pad_token_id,
         )
         groups.add(batch, metrics)

@@ -52,6 +52,11 @@ class Workers:
     critic: WorkerGroup[CriticWorker] | None
     reward_model: WorkerGroup[RewardModelWorker] | None
 
+    def wake_engines(self) -> None:
+        """Make the engines ready to generate with the weights they have."""
+        self.rollout.call(RolloutWorker.wake_up, "weights")
+        self.rollout.call(RolloutWorker.wake_up, "kv_cache")
+
     def close(self) -> None:
         """End the engines and the training processes."""
         self.rollout.close(RolloutWorker.shutdown)
@@ -224,6 +229,7 @@ def start_workers(config: Config, data: TrainingData, pool: ResourcePool, log_di
     rollout.wait_ready()
     workers = Workers(rollout, groups["actor"], groups.get("ref"), groups.get("critic"), groups.get("reward_model"))
     open_transfer(config, workers, master_address=pool.slots[0].node_address)
+    workers.wake_engines()
     return workers
 
 
