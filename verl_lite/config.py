@@ -739,6 +739,8 @@ def validate(config: Config) -> list[str]:
     data, trainer, algorithm, critic = config.data, config.trainer, config.algorithm, config.critic
     model, actor, rollout = (getattr(config.actor_rollout_ref, name) for name in ("model", "actor", "rollout"))
     refuse(not data.val_files and trainer.val_only, "trainer.val_only=True needs data.val_files")
+    for name in ("train_max_samples", "val_max_samples"):
+        refuse(getattr(data, name) == 0, f"data.{name}=0: must be -1 (all rows) or at least 1")
     refuse(
         (data.custom_cls.path is None) != (data.custom_cls.name is None),
         "data.custom_cls.path and data.custom_cls.name: set both, or neither",
@@ -813,6 +815,12 @@ def notices(config: Config) -> list[str]:
             not val.do_sample and val.temperature > 0,
             f"actor_rollout_ref.rollout.val_kwargs.temperature={val.temperature} has no effect: val_kwargs.do_sample="
             "False is greedy",
+        ),
+        (
+            rollout.top_p < 1 or rollout.top_k > 0,
+            f"actor_rollout_ref.rollout.top_p={rollout.top_p}, top_k={rollout.top_k}: the engine draws from a cut "
+            "distribution, the actor's log-probs are of the whole one; training/rollout_probs_diff_* and "
+            "rollout_corr/* show the difference",
         ),
         (
             trainer.resume_from_path is not None and trainer.resume_mode != "resume_path",

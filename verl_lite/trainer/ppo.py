@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shlex
 import time
@@ -33,6 +34,7 @@ from verl_lite.trainer.group_filter import RETURNED, GroupFilter
 from verl_lite.trainer.metrics import (
     compute_data_metrics,
     compute_memory_metrics,
+    compute_mfu,
     compute_seqlen_metrics,
     compute_throughput_metrics,
     compute_timing_metrics,
@@ -395,7 +397,23 @@ class PPOTrainer:
             **compute_throughput_metrics(batch, step_s=timing["step"], num_slots=self.config.num_slots),
             **compute_memory_metrics(),
             **self.peak_memory(),
+            **self.model_flops_utilisation(lengths, timing),
         }
+
+    def model_flops_utilisation(self, lengths: list[int], timing: dict[str, float]) -> dict[str, float]:
+        """perf/mfu/actor, on GPUs, of steps that update the actor."""
+        policy = self.config.actor_rollout_ref
+        model = Path(policy.model.path) / "config.json"
+        if self.config.trainer.device != "cuda" or "update_actor" not in timing or not model.is_file():
+            return {}
+        return compute_mfu(
+            json.loads(model.read_text()),
+            lengths,
+            passes=policy.actor.ppo_epochs,
+            seconds=timing["update_actor"],
+            num_gpus=self.config.num_slots,
+            device_name=self.workers.actor.call(ActorWorker.device_name)[0],
+        )
 
     def peak_memory(self) -> dict[str, float]:
         """perf/max_memory_allocated_gb (GPU) or perf/max_memory_rss_gb (CPU): of the fullest rank, by phase too."""

@@ -20,7 +20,8 @@ from verl_lite.distributed.placement import ResourcePool
 from verl_lite.distributed.worker_group import Limits, RoleSpec, WorkerGroup, spawn, spawn_rollout
 from verl_lite.plugins import check_options, pick_options, resolve
 from verl_lite.rewards import check_data_sources
-from verl_lite.rewards.pool import check_reward_function
+from verl_lite.rewards.managers import build_manager
+from verl_lite.rewards.pool import RewardPool, check_reward_function
 from verl_lite.rewards.worker import RewardFunction
 from verl_lite.rollout.engine import model_problems
 from verl_lite.rollout.weight_transfer import transfer_backend
@@ -71,6 +72,9 @@ def load_data(config: Config) -> TrainingData:
     tokenizer = load_tokenizer(
         data.tokenizer, trust_remote_code=model.trust_remote_code, custom_chat_template=model.custom_chat_template
     )
+    # Built once without starting its processes: wrong reward_kwargs show here.
+    unstarted = RewardPool(reward_function(config), num_workers=1, timeout_s=1, on_error="raise")
+    build_manager(config.reward, unstarted, tokenizer, max_response_length=data.max_response_length)
     train = val = None
     if not trainer.val_only:
         train = build_dataset(data, data.train_files, tokenizer, max_samples=data.train_max_samples)

@@ -177,3 +177,7 @@ class ActorWorker:
     def pop_peak_memory(self) -> dict[str, int]:
         """Bytes of the phases since the last call."""
         return self.engine.pop_peak_memory()
+
+    def device_name(self) -> str:
+        """Of this rank's GPU."""
+        return torch.cuda.get_device_name(self.engine.device)
