@@ -405,6 +405,12 @@ def test_a_recipe_is_held_to_the_same_rules(tmp_path: Path) -> None:
     assert problems[1] == "trainer.total_epochs=none: must be int >= 1"
 
 
+def test_a_recipe_that_is_no_yaml_is_refused_with_the_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("data:\n  train_batch_size: [\n")
+    problem = problem_of("--config-dir", str(tmp_path), "--config-name", "broken")
+    assert "broken.yaml cannot be read" in problem and "line 3" in problem
+
+
 def test_a_recipe_that_is_not_there_answers_with_those_that_are(tmp_path: Path) -> None:
     assert "ppo_trainer" in problem_of("--config-name", "ppo_traner")
     assert "no such folder" in problem_of("--config-dir", str(tmp_path / "no"))

@@ -166,6 +166,7 @@ def test_reference_model_exists_only_when_a_kl_asks_for_it() -> None:
         (ACTOR + "ppo_epochs", 0, ">= 1"),
         (ACTOR + "optim.lr", -1.0, ">= 0"),
         (ACTOR + "optim.lr", float("nan"), ">= 0"),
+        (ACTOR + "optim.lr", float("inf"), ">= 0"),
         (ACTOR + "optim.betas", [0.9], "two numbers"),
         (ROLLOUT + "gpu_memory_utilization", 1.5, "<= 1"),
         (ROLLOUT + "temperature", 0.0, "val_kwargs.do_sample=False"),

@@ -257,3 +257,16 @@ def test_more_slots_than_a_running_cluster_has_are_refused(tmp_path: Path, runni
         assert "wanted:    trainer.nnodes=1 × trainer.n_gpus_per_node=5 slots of 1 CPU" in errors
         assert f"available: {running_cluster['RAY_ADDRESS'].rpartition(':')[0]} with 2 CPU" in errors
         assert "fits:      trainer.nnodes=1 trainer.n_gpus_per_node=2" in errors
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    code = main_ppo.main([*arguments(tmp_path), f"trainer.run_dir={tmp_path}/file/run"])
+    assert code == main_ppo.REFUSED
+    assert f"trainer.run_dir={tmp_path}/file/run cannot be used" in capsys.readouterr().err
+
+
+def test_a_run_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with main_ppo._claim(tmp_path / "run"):
+        assert main_ppo.main(arguments(tmp_path)) == main_ppo.REFUSED
+    assert "another run is using it" in capsys.readouterr().err

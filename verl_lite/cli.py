@@ -23,6 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from verl_lite import algorithms, rewards, rollout
 from verl_lite.config import (
@@ -177,7 +178,7 @@ def _load_recipe(name: str, folders: Sequence[Path], problems: list[str]) -> dic
         with initialize_config_dir(config_dir=str(home), version_base=None):
             recipe = hydra_compose(name, overrides=[f"hydra.searchpath=[{others}]"])
         return {str(key): value for key, value in OmegaConf.to_container(recipe, resolve=False).items()}  # type: ignore[union-attr]
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         problems.append(f"--config-name {name}: {home / name}.yaml cannot be read: {error}")
         return {}
 

@@ -487,7 +487,7 @@ class Leaf:
             if self.choices is not None and entry not in self.choices:
                 return False
             if isinstance(entry, int | float) and not (
-                not math.isnan(entry)
+                math.isfinite(entry)
                 and (self.ge is None or entry >= self.ge)
                 and (self.gt is None or entry > self.gt)
                 and (self.le is None or entry <= self.le)

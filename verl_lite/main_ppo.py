@@ -6,6 +6,7 @@ run, none of its processes is left. Exit codes: 0 done, 2 refused before start, 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -66,10 +67,15 @@ def _run(config: Config, plan: BatchPlan) -> int:
             return REFUSED
     run_dir = Path(config.trainer.run_dir)
     log_dir = run_dir / "logs"
-    log_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.json").write_text(json.dumps(redacted(config), indent=2, default=str))
-    (run_dir / "plan.json").write_text(json.dumps(plan.to_json(), indent=2, ensure_ascii=False))
-    with _Signals() as signals, (log_dir / "driver.log").open("a") as log:
+    try:
+        lock = _claim(run_dir)
+        log_dir.mkdir(exist_ok=True)
+        (run_dir / "config.json").write_text(json.dumps(redacted(config), indent=2, default=str))
+        (run_dir / "plan.json").write_text(json.dumps(plan.to_json(), indent=2, ensure_ascii=False))
+    except OSError as error:
+        print(f"refused: trainer.run_dir={run_dir} cannot be used: {error}", file=sys.stderr)
+        return REFUSED
+    with lock, _Signals() as signals, (log_dir / "driver.log").open("a") as log:
         console = _log_to(log)
         watchdog = Watchdog(log_dir)
         cluster: RayCluster | None = None
@@ -115,16 +121,29 @@ def _run(config: Config, plan: BatchPlan) -> int:
         return code
 
 
+def _claim(run_dir: Path) -> TextIO:
+    """Make the run folder and hold it as long as the file is open: the lines of two runs in one would mix."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = (run_dir / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise OSError("another run is using it; name another folder or trainer.experiment_name") from None
+    return lock
+
+
 def _report(error: BaseException, started: bool, console: TextIO, log_dir: Path) -> int:
     """Say what went wrong; the traceback goes to the log when the message says it all."""
     from verl_lite.distributed.cluster import RayDied
     from verl_lite.distributed.worker_group import WorkerError
+    from verl_lite.rewards.pool import RewardError
 
     logger.error("the run failed", exc_info=error, extra={"log_only": True})
     if not started and isinstance(error, (ValueError, TypeError, OSError)) and not isinstance(error, TimeoutError):
         print(f"refused: {error}", file=console)
         return REFUSED
-    if not isinstance(error, (WorkerError, RayDied, TimeoutError)):
+    if not isinstance(error, (WorkerError, RayDied, RewardError, TimeoutError)):
         traceback.print_exception(error, file=console)
     else:
         print(f"failed: {type(error).__name__}: {error}", file=console)

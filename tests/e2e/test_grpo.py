@@ -91,15 +91,28 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
+def shared_memory() -> set[Path]:
+    """Segments of Python's multiprocessing, which vLLM uses."""
+    return set(Path("/dev/shm").glob("psm_*"))
+
+
 @pytest.fixture(scope="module")
-def grpo(folder: Path) -> Run:
+def shared_memory_before() -> set[Path]:
+    return shared_memory()
+
+
+@pytest.fixture(scope="module")
+def grpo(folder: Path, shared_memory_before: set[Path]) -> Run:
     return finished(command(*GRPO), folder, "grpo")
 
 
-def test_a_run_from_another_folder_ends_with_0_and_leaves_no_process(grpo: Run, folder: Path) -> None:
+def test_a_run_from_another_folder_ends_with_0_and_leaves_nothing(
+    grpo: Run, folder: Path, shared_memory_before: set[Path]
+) -> None:
     assert grpo.code == 0, grpo.output
     assert len(grpo.steps) == 2
     assert processes_of(folder) == []
+    assert shared_memory() <= shared_memory_before
 
 
 def test_the_console_shows_the_plan_one_line_a_step_and_no_flood(grpo: Run) -> None:

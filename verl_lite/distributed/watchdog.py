@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 RUN_ID = "VERL_LITE_RUN_ID"
@@ -41,16 +41,32 @@ def processes_of(run_id: str) -> Iterator[tuple[int, str]]:
                     yield int(folder.name), command.strip()
 
 
+def shared_memory_of(pids: Iterable[int]) -> set[Path]:
+    """The segments of multiprocessing that these processes have mapped: killed, they leave the files behind."""
+    held = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # no /proc, or gone meanwhile
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                name = line.partition("/dev/shm/")[2]
+                if name.startswith(("psm_", "sem.mp-")) and not name.endswith(" (deleted)"):
+                    held.add(Path("/dev/shm", name))
+    return held
+
+
 def sweep(run_id: str) -> dict[int, str]:
     """Kill the run's processes until none is left; those that were."""
     ended: dict[int, str] = {}
+    segments: set[Path] = set()
     deadline = time.monotonic() + SWEEP_LIMIT_S
     while time.monotonic() < deadline and (found := dict(processes_of(run_id))):
         ended |= found
+        segments |= shared_memory_of(found)
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
+    for segment in segments:
+        segment.unlink(missing_ok=True)
     return ended
 
 

@@ -16,6 +16,9 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import fields
 from typing import Any, TypeVar
 
+import psutil
+
+from verl_lite.distributed.watchdog import shared_memory_of
 from verl_lite.rollout.engine import (
     Completion,
     EngineSettings,
@@ -146,7 +149,10 @@ class VllmEngine:
             self._llm.shutdown(timeout=0)  # nothing to save; the polite way takes 5 s
             self._llm = None
 
+        segments = shared_memory_of(child.pid for child in psutil.Process().children(recursive=True))
         self._run(stop(), 60, "shut down")
+        for segment in segments:
+            segment.unlink(missing_ok=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run(self, call: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:

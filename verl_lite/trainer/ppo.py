@@ -73,13 +73,14 @@ def run(config: Config, plan: BatchPlan, data: TrainingData, pool: ResourcePool,
             config.reward, reward_pool, data.tokenizer, max_response_length=config.data.max_response_length
         )
         started = time.monotonic()
+        logger.info("starting %s and the generation engine", count(config.num_slots, "training rank"))
         workers = start_workers(config, data, pool, log_dir)
         stack.callback(workers.close)
         roles = [name for name, group in vars(workers).items() if group is not None and name != "rollout"]
         logger.info(
-            "ready after %.0f s: %d training ranks (%s), %d %s engines",
-            time.monotonic() - started, workers.actor.world_size, ", ".join(roles),
-            workers.rollout.world_size, config.actor_rollout_ref.rollout.name,
+            "ready after %.0f s: %s on each of %s, %s", time.monotonic() - started, ", ".join(roles),
+            count(workers.actor.world_size, "rank"),
+            count(workers.rollout.world_size, f"{config.actor_rollout_ref.rollout.name} engine"),
         )  # fmt: skip
         tracking = Tracking(
             trainer.logger,
@@ -213,11 +214,9 @@ class PPOTrainer:
     def summary(self) -> Iterator[str]:
         """What came of the run and where it can be looked at."""
         for name, values in self.validations.items():
-            (first, first_step), (last, last_step), (best, best_step) = values[0], values[-1], max(values)
-            yield (
-                f"{name}: {first:.3f} at step {first_step}, {last:.3f} at step {last_step}, best {best:.3f} at step "
-                f"{best_step}"
-            )
+            best = max(value for value, _ in values)
+            shown = [values[0], *values[-1:][: len(values) - 1]]
+            yield f"{name}: " + ", ".join(f"{value:.3f} at step {step}" for value, step in shown) + f", best {best:.3f}"
         folder, loggers = self.config.trainer.run_dir, self.config.trainer.logger
         yield f"run folder: {folder} (metrics.jsonl has one line per step, logs/ what every process printed)"
         if "tensorboard" in loggers:
@@ -453,6 +452,10 @@ class PPOTrainer:
         with phase(f"step {self.global_step}: {name}"):
             yield
         self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - started
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)
 
 
 def is_due(frequency: int, step: int, last_step: int) -> bool:
