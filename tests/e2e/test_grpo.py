@@ -92,8 +92,8 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 def shared_memory() -> set[Path]:
-    """Segments of Python's multiprocessing, which vLLM uses."""
-    return set(Path("/dev/shm").glob("psm_*"))
+    """Segments of multiprocessing, which vLLM uses, and the folders weights travel through."""
+    return {path for pattern in ("psm_*", "verl_lite-*") for path in Path("/dev/shm").glob(pattern)}
 
 
 @pytest.fixture(scope="module")

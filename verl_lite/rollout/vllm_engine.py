@@ -149,7 +149,8 @@ class VllmEngine:
             self._llm.shutdown(timeout=0)  # nothing to save; the polite way takes 5 s
             self._llm = None
 
-        segments = shared_memory_of(child.pid for child in psutil.Process().children(recursive=True))
+        children = psutil.Process().children(recursive=True)
+        segments = shared_memory_of([os.getpid(), *(child.pid for child in children)])
         self._run(stop(), 60, "shut down")
         for segment in segments:
             segment.unlink(missing_ok=True)

@@ -61,7 +61,7 @@ class Workers:
     def close(self) -> None:
         """End the engines and the training processes."""
         self.rollout.close(RolloutWorker.shutdown)
-        self.actor.close()  # the other roles live in the same processes
+        self.actor.close(ActorWorker.close_transfer)  # the other roles live in the same processes
 
 
 def load_data(config: Config) -> TrainingData:

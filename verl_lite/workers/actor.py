@@ -178,6 +178,11 @@ class ActorWorker:
         """Bytes of the phases since the last call."""
         return self.engine.pop_peak_memory()
 
+    def close_transfer(self) -> None:
+        """Give up what the transfer holds, such as its folder in shared memory."""
+        self.publisher.release()
+        del self.publisher
+
     def device_name(self) -> str:
         """Of this rank's GPU."""
         return torch.cuda.get_device_name(self.engine.device)
