@@ -65,7 +65,7 @@ if [ -f "$stamp" ] && [ -x .venv/bin/python ]; then
 fi
 
 case "$extra" in
-  cpu) needs="about 3 GB of disk and 8 GB of memory, 3 to 10 minutes" ;;
+  cpu) needs="about 5 GB of disk and 8 GB of memory, 3 to 10 minutes" ;;
   gpu) needs="about 12 GB of disk, 5 to 20 minutes" ;;
   hf) needs="about 2 GB of disk and 6 GB of memory, 2 to 8 minutes" ;;
 esac
