@@ -66,8 +66,8 @@ fi
 
 case "$extra" in
   cpu) needs="about 5 GB of disk and 8 GB of memory, 3 to 10 minutes" ;;
-  gpu) needs="about 12 GB of disk, 5 to 20 minutes" ;;
-  hf) needs="about 2 GB of disk and 6 GB of memory, 2 to 8 minutes" ;;
+  gpu) needs="an estimated 12 GB of disk" ;;
+  hf) needs="an estimated 2 GB of disk and 6 GB of memory" ;;
 esac
 case "$extra" in
   hf) say "engine: hf (vLLM's CPU build exists for Linux on x86-64 and aarch64 only); run with actor_rollout_ref.rollout.name=hf" ;;
