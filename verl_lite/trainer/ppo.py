@@ -78,7 +78,7 @@ def run(config: Config, plan: BatchPlan, data: TrainingData, pool: ResourcePool,
         stack.callback(workers.close)
         roles = [name for name, group in vars(workers).items() if group is not None and name != "rollout"]
         logger.info(
-            "ready after %.0f s: %s on each of %s, %s", time.monotonic() - started, ", ".join(roles),
+            "ready after %.0f s: %s on %s, %s", time.monotonic() - started, ", ".join(roles),
             count(workers.actor.world_size, "rank"),
             count(workers.rollout.world_size, f"{config.actor_rollout_ref.rollout.name} engine"),
         )  # fmt: skip
