@@ -58,6 +58,12 @@ def test_the_score_is_on_the_last_response_token(tokenizer: Any):
     assert 0 <= rewards.metrics["reward/p99_s"] < 5
 
 
+def test_a_batch_of_empty_responses_scores_nothing_and_does_not_fail(tokenizer: Any):
+    with pool_with() as pool:
+        rewards = RewardManager(pool, tokenizer).score(batch_of(["", ""], ["46"] * 2, tokenizer, width=0))
+    assert rewards.token_level_scores.shape == (2, 0)
+
+
 def test_zeros_inside_the_mask_do_not_cut_the_response(tokenizer: Any):
     batch = batch_of(["1234"], ["1234"], tokenizer)
     mask = batch.batch["response_mask"].clone()

@@ -45,7 +45,8 @@ class RewardManager:
         """
         mask = batch.batch["response_mask"].bool()
         # Up to the last token the policy chose: zeros of the mask in between (a tool's answer) are part of the text.
-        lengths = torch.where(mask, torch.arange(1, mask.shape[1] + 1), 0).amax(dim=1).tolist() if mask.numel() else []
+        places = torch.where(mask, torch.arange(1, mask.shape[1] + 1), 0)
+        lengths = places.amax(dim=1).tolist() if places.numel() else [0] * len(places)
         ids = [row[:length] for row, length in zip(batch.batch["responses"].tolist(), lengths, strict=True)]
         judged, columns = model_scores or {}, batch.non_tensor_batch
         by_function = [row for row in range(len(batch)) if row not in judged]
