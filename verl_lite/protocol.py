@@ -20,7 +20,7 @@ prompt_lengths       [B]       int64   data                      rollout, metric
 responses            [B, R]    int64   rollout                   reward, workers; padded on the right
 input_ids            [B, T]    int64   rollout                   actor, ref, critic; prompts then responses
 attention_mask       [B, T]    int64   rollout                   workers, metrics; 1 at real tokens
-position_ids         [B, T]    int64   rollout                   workers; counted from the first real token
+position_ids         [B, T]    int64   rollout                   nothing here: workers count them anew
 response_mask        [B, R]    int64   rollout                   losses, metrics; 1 where the policy chose the token
 rollout_log_probs    [B, R]    float32 rollout engine            correction, metrics
 old_log_probs        [B, R]    float32 actor, before the update  policy loss, metrics
