@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -39,7 +40,7 @@ def load_data(config: Any) -> None:
         raise ValueError("data.train_files has no prompt shorter than data.max_prompt_length")
 
 
-def run(config: Any, plan: Any, data: None, pool: Any, log_dir: Path) -> None:
+def run(config: Any, plan: Any, data: None, pool: Any, log_dir: Path, stop: threading.Event) -> None:
     limits = Limits(60, 60, 60)
     group = spawn(pool, {"actor": RoleSpec(Sleeper)}, limits=limits, log_dir=log_dir, process_group=False)["actor"]
     rollout = spawn_rollout(pool, RoleSpec(Sleeper), limits=limits, log_dir=log_dir)

@@ -24,6 +24,7 @@ import logging
 import re
 import shutil
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -366,7 +367,7 @@ class Workshop:
             hook = register_module_forward_pre_hook(self.note_layer)
             with contextlib.redirect_stdout(printed), contextlib.closing(types.SimpleNamespace(close=hook.remove)):
                 data = setup.load_data(composed.config)
-                ppo.run(composed.config, plan, data, POOL, self.folder)
+                ppo.run(composed.config, plan, data, POOL, self.folder, threading.Event())
         except (ValueError, RuntimeError, OSError) as problem:
             error = f"{type(problem).__name__} {problem}"
         finally:

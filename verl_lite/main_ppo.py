@@ -105,7 +105,7 @@ def _run(config: Config, plan: BatchPlan) -> int:
                 timeout_s=config.trainer.start_timeout_s,
             )
             started = True
-            run(config, plan, data, pool, log_dir)
+            run(config, plan, data, pool, log_dir, threading.Event())
             code = DONE
         except BaseException as error:
             if signals.received is not None or isinstance(error, KeyboardInterrupt):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,8 +56,18 @@ logger = logging.getLogger(__name__)
 PROMPT_COLUMNS = ["uid", "prompt_ids", "raw_prompt", "data_source", "reward_style", "ground_truth", "extra_info"]
 
 
-def run(config: Config, plan: BatchPlan, data: TrainingData, pool: ResourcePool, log_dir: Path) -> None:
-    """Start the workers on `pool`, train, and end what was started."""
+class StoppedEarly(Exception):
+    """The run was asked to stop and did so after `step`; `saved` is the checkpoint of that step, if one was written."""
+
+    def __init__(self, step: int, saved: Path | None) -> None:
+        self.step, self.saved = step, saved
+        super().__init__(f"stopped after step {step}, " + ("nothing saved" if saved is None else f"saved in {saved}"))
+
+
+def run(
+    config: Config, plan: BatchPlan, data: TrainingData, pool: ResourcePool, log_dir: Path, stop: threading.Event
+) -> None:
+    """Start the workers on `pool`, train, and end what was started; raises `StoppedEarly` once `stop` is set."""
     trainer = config.trainer
     with contextlib.ExitStack() as stack:
         reward_pool = stack.enter_context(
@@ -92,7 +103,7 @@ def run(config: Config, plan: BatchPlan, data: TrainingData, pool: ResourcePool,
             updates_per_step=plan.optimizer_steps,
         )
         stack.callback(tracking.finish)
-        ppo = PPOTrainer(config, plan, data, workers, rewards, tracking)
+        ppo = PPOTrainer(config, plan, data, workers, rewards, tracking, stop)
         ppo.fit()
         tracking.finish()
         for line in ppo.summary():
@@ -110,9 +121,11 @@ class PPOTrainer:
         workers: Workers,
         rewards: RewardManager,
         tracking: Tracking,
+        stop: threading.Event | None = None,  # set from outside: end after the step under way
     ) -> None:
         self.config, self.plan, self.data = config, plan, data
         self.workers, self.rewards, self.tracking = workers, rewards, tracking
+        self.stop = stop or threading.Event()
         self.sampler: Sampler | None = None
         if data.train is not None:
             rows = config.data
@@ -141,6 +154,8 @@ class PPOTrainer:
             if is_due(trainer.test_freq, self.global_step, last_step):
                 metrics |= self.validate()
             self.log(metrics | self.describe(batch))
+            if self.stop.is_set() and self.global_step < last_step:
+                raise StoppedEarly(self.global_step, None)
 
     def step(self, prompts: DataProto) -> tuple[DataProto, dict[str, float]]:
         """One training step: sample responses, score them, estimate advantages, update, hand the weights over."""
