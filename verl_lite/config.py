@@ -18,6 +18,7 @@ import math
 import os
 import re
 import symtable
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -604,6 +605,11 @@ FOLLOWS = {
 def follows(flat: Mapping[str, Any], name: str) -> bool:
     """Whether a key has the value of the key it follows: then a problem with it is told once, there."""
     return name in FOLLOWS and flat[name] == flat[FOLLOWS[name]]
+
+
+def num_cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def gpus_here() -> int:

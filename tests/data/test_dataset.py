@@ -14,6 +14,7 @@ from tiny import addition_rows, char_tokenizer, write_jsonl, write_parquet
 from verl_lite.config import CustomClassConfig, DataConfig
 from verl_lite.data import prompts
 from verl_lite.data.dataset import PromptDataset, build_dataset, load_tokenizer
+from verl_lite.data.files import read_messages
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_null_or_missing_extra_info_is_an_empty_dict(tokenizer: Any, tmp_path: P
         ([row("1")], {"prompt_key": "question"}, r"no column .question. \(named by data.prompt_key\); its columns"),
         ([row("1"), row("2", prompt=None)], {}, "a.jsonl, row 1: column 'prompt' .* is null"),
         ([row("1", reward_model={"style": "rule"})], {}, "row 0: column 'reward_model' has no field 'ground_truth'"),
-        ([row("1", prompt=[{"role": "user"}])], {}, "row 0 of .*, column 'prompt': expected text"),
+        ([row("1", prompt=[{"role": "user"}])], {}, "row 0, column 'prompt': expected text"),
         ([row("1", prompt=[{"role": "user", "content": [{"type": "image"}]}])], {}, "only text parts are supported"),
         ([], {}, "no rows in"),
         ([row("")], {}, "row 0 of .* without a single token"),
@@ -124,7 +125,7 @@ def test_unreadable_files_are_named(tokenizer: Any, tmp_path: Path):
     ids=["string", "text parts", "numpy array", "null field"],
 )
 def test_prompts_in_other_forms_become_messages(prompt: Any, text: str):
-    assert prompts.read_messages(prompt) == [{"role": "user", "content": text}]
+    assert read_messages(prompt) == [{"role": "user", "content": text}]
 
 
 def test_too_long_prompts_are_dropped_and_counted(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.config import DataConfig
-from verl_lite.data.files import read_rows
-from verl_lite.data.prompts import EncodingError, Messages, encode_prompts, load_tokenizer, read_messages
+from verl_lite.data.files import Messages, read_messages, read_prompt, read_rows, reward_style
+from verl_lite.data.prompts import EncodingError, encode_prompts, load_tokenizer
 from verl_lite.plugins import resolve
 from verl_lite.protocol import DataProto
 
@@ -124,30 +124,12 @@ class PromptDataset:
                 if len(prompts) == max_samples:
                     return prompts
                 self._locations.append((file, row_number))
-                self._check_row(row, row_number, path)
-                try:
-                    prompts.append(read_messages(row[self._prompt_key]))
-                except ValueError as error:
-                    raise ValueError(f"{self._where(-1)}, column {self._prompt_key!r}: {error}") from error
+                keys = {"prompt_key": self._prompt_key, "reward_fn_key": self._reward_fn_key}
+                prompts.append(read_prompt(row, row_number, path, **keys))
                 self._judged_as.append((row[self._reward_fn_key], reward_style(row)))
         if not prompts:
             raise ValueError(f"no rows in {', '.join(path for path, _ in self._files)}")
         return prompts
-
-    def _check_row(self, row: dict[str, Any], row_number: int, path: str) -> None:
-        needed = {self._prompt_key: "data.prompt_key", self._reward_fn_key: "data.reward_fn_key", "reward_model": None}
-        for column, key in needed.items():
-            named_by = f" (named by {key})" if key else " (a struct with ground_truth)"
-            if column not in row:
-                raise ValueError(f"{path} has no column {column!r}{named_by}; its columns: {', '.join(row)}")
-            if row[column] is None:
-                raise ValueError(f"{path}, row {row_number}: column {column!r}{named_by} is null")
-        if not isinstance(row["reward_model"], dict) or (
-            "ground_truth" not in row["reward_model"] and reward_style(row) != "model"
-        ):
-            raise ValueError(f"{path}, row {row_number}: column 'reward_model' has no field 'ground_truth'")
-        if not isinstance(row.get("extra_info"), dict | None):
-            raise ValueError(f"{path}, row {row_number}: column 'extra_info' is not a struct but {row['extra_info']!r}")
 
     def _apply_limit(self, filter_overlong_prompts: bool) -> tuple[list[int], PromptCounts]:
         lengths, limit = self._tokens.lengths, self._max_prompt_length
@@ -194,11 +176,6 @@ class PromptDataset:
     def _where(self, position: int) -> str:
         file, row_number = self._locations[position]
         return f"row {row_number} of {self._files[file][0]}"
-
-
-def reward_style(row: dict[str, Any]) -> str:
-    """Who judges responses to the row's prompt: "model" (a reward model, where there is one) or "rule"."""
-    return row["reward_model"].get("style") or "rule"
 
 
 def build_dataset(

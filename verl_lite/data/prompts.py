@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
+from verl_lite.config import num_cores
+from verl_lite.data.files import Messages
 
-Messages = list[dict[str, Any]]
+logger = logging.getLogger(__name__)
 
 # A process that encodes needs several seconds to import its libraries: not worth it for fewer prompts than this.
 MIN_PROMPTS_PER_PROCESS = 5_000
@@ -59,42 +60,6 @@ def load_tokenizer(
     return tokenizer
 
 
-def read_messages(value: Any) -> Messages:
-    """A prompt cell as a list of messages with plain text. A bare string is one user message.
-
-    NumPy arrays (as pandas gives them) are lists, text parts of structured content are joined, fields that are null
-    are dropped (parquet fills in the fields that only other rows have). Raises `ValueError` for anything else.
-    """
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"expected a list of messages, got {_short(value)}")
-    return [_read_message(message) for message in value]
-
-
-def _read_message(message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError(f"expected a message with role and content, got {_short(message)}")
-    content = message.get("content")
-    if isinstance(content, np.ndarray):
-        content = content.tolist()
-    if isinstance(content, list | tuple):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        if any(not isinstance(part, str) for part in parts):
-            raise ValueError(f"only text parts are supported in a message's content, got {_short(content)}")
-        content = "".join(map(str, parts))
-    if not isinstance(content, str):
-        raise ValueError(f"expected text as a message's content, got {_short(content)}")
-    return {**{k: v for k, v in message.items() if v is not None}, "content": content}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
 class EncodingError(ValueError):
     """The chat template or the tokenizer failed on one prompt."""
 
@@ -130,7 +95,7 @@ def encode_prompts(
 ) -> TokenTable:
     """Token ids of every prompt under the chat template, generation prompt included. Raises `EncodingError`."""
     # The tokenizer's own threads serve one process well; several pay off where the chat template is what takes time.
-    num_processes = max(1, min(num_workers, os.cpu_count() or 1, len(prompts) // MIN_PROMPTS_PER_PROCESS))
+    num_processes = max(1, min(num_workers, num_cores(), len(prompts) // MIN_PROMPTS_PER_PROCESS))
     if num_processes == 1:
         return _encode(prompts, tokenizer, template_kwargs)
     cuts = [len(prompts) * i // num_processes for i in range(num_processes + 1)]

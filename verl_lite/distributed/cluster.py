@@ -19,6 +19,7 @@ import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
+from verl_lite.config import num_cores
 from verl_lite.distributed import watchdog
 
 logger = logging.getLogger(__name__)
@@ -49,11 +50,6 @@ def check_alive(phase: str) -> None:
 
 def _log_ray_message(message: Mapping[str, Any], *_: Any, **__: Any) -> None:
     logging.getLogger("ray").info("%s: %s", message["pid"], "\n".join(message["lines"]))
-
-
-def num_cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def own_addresses() -> set[str]:

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import BinaryIO
 
+from verl_lite.config import num_cores
 from verl_lite.rewards.worker import RewardFunction, RewardResult, RewardSample
 
 __all__ = ["RewardError", "RewardFunction", "RewardPool", "RewardResult", "RewardSample", "check_reward_function"]
@@ -83,7 +84,7 @@ class RewardPool:
         start_timeout_s: float = 120.0, log_path: str | None = None,
     ) -> None:  # fmt: skip
         self._function, self._timeout_s, self._on_error = function, timeout_s, on_error
-        self._num_workers = min(num_workers, _num_cores())
+        self._num_workers = min(num_workers, num_cores())
         self._start_timeout_s = start_timeout_s
         self._log: BinaryIO | None = open(log_path, "ab") if log_path else None  # noqa: SIM115
         self._workers: list[_Process] = []
@@ -236,10 +237,6 @@ def check_reward_function(function: RewardFunction, *, start_timeout_s: float = 
     """Load the function once, in a process of its own. Raises `ValueError` that says what is wrong with it."""
     with RewardPool(function, num_workers=1, timeout_s=60, on_error="raise", start_timeout_s=start_timeout_s) as pool:
         pool.wait_ready()
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _end(worker: _Process) -> None:
