@@ -176,14 +176,11 @@ def test_reference_model_exists_only_when_a_kl_asks_for_it() -> None:
         ("trainer.logger", ["consol"], "did you mean console?"),
         ("trainer.critic_warmup", 2, "no critic"),
         ("data.custom_cls.path", "a.py", "set both"),
-        ("trainer.save_freq", 5, "not built yet"),
         (ROLLOUT + "nnodes", 1, "not built yet"),
         ("algorithm.kl_ctrl.type", "adaptiv", "did you mean adaptive?"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_with_key_value_and_way_out(key: str, value: Any, words: str) -> None:
-    if key == "trainer.save_freq" and key not in config_module.PENDING:
-        pytest.fail("checkpoints exist now: drop this case")
     message = problem_with({key: value})
     assert key in message
     assert words in message

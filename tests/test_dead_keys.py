@@ -94,6 +94,11 @@ DYNAMIC_REF = [*KL, REF + "log_prob_use_dynamic_bsz=True"]
 KL_IN_REWARD = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.5"]
 PPO = [*BASE, *TWO_STEPS, *KL_IN_REWARD, "algorithm.adv_estimator=gae", "critic.optim.lr=0.01"]
 DYNAMIC_CRITIC = [*PPO, "critic.use_dynamic_bsz=True"]
+SAVED = [*PPO, "trainer.save_freq=1"]
+RESUMED = [
+    *PPO, "trainer.total_training_steps=3", "trainer.resume_mode=resume_path",
+    "trainer.resume_from_path=kept/global_step_1",
+]  # fmt: skip
 REMOTE_CRITIC = [*PPO, "critic.model.path=./remote_model"]
 COSINE_CRITIC = [*PPO, "critic.optim.lr_scheduler_type=cosine"]
 ADAPTIVE = [*PPO, "trainer.total_training_steps=3", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_penalty=abs"]
@@ -214,6 +219,14 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
                   "trainer.validation_data_dir=elsewhere", "trainer.log_val_generations=1"]),
     ("RUN", SAMPLED, [R + "val_kwargs." + key
                       for key in ("temperature=0.5", "top_p=0.5", "top_k=3", "n=2", "do_sample=False")]),
+    ("RUN", SAVED, [
+        "trainer.save_freq=2", A + "checkpoint.save_contents=[model]", "critic.checkpoint.save_contents=[model]",
+        "trainer.default_local_dir=elsewhere", "trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=1",
+    ]),
+    ("RUN", RESUMED, [
+        "trainer.resume_mode=disable", "trainer.resume_from_path=kept/global_step_2",
+        A + "checkpoint.load_contents=[model]", "critic.checkpoint.load_contents=[model]",
+    ]),
     ("SCHEDULES", TWO_RANKS, ["trainer.balance_batch=True"]),
     ("ENGINE", VLLM, [
         R + "tensor_model_parallel_size=2 trainer.n_gpus_per_node=2", R + "enforce_eager=False",
@@ -235,9 +248,6 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
     ("NOTE", PPO, [
         R + "n_gpus_per_node=2", M + "lora_alpha=8", M + "target_modules=[q_proj]", "critic.model.lora_alpha=8",
         "critic.model.target_modules=[q_proj]",
-        A + "checkpoint.save_contents=[model]", A + "checkpoint.load_contents=[model]",
-        "trainer.default_local_dir=elsewhere", "trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=1",
-        "trainer.resume_from_path=elsewhere",
     ]),
     ("REFUSED", PPO, [
         R + "do_sample=False",
@@ -245,7 +255,6 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
         "critic.model.lora_adapter_path=./model", A + "ulysses_sequence_parallel_size=2",
         "critic.ulysses_sequence_parallel_size=2", A + "fsdp_config.fsdp_size=2", "critic.fsdp.fsdp_size=2",
         R + "nnodes=1", RM + "ulysses_sequence_parallel_size=2",
-        "trainer.save_freq=1", "trainer.resume_mode=resume_path trainer.resume_from_path=model",
         "trainer.max_rollout_restarts=2", "trainer.preempt_grace_s=30",
     ]),
     ("SAME", BASE, [A + "strategy=fsdp"]),  # two names of one engine
@@ -317,6 +326,9 @@ class Workshop:
         config_module.WeightTransferConfig = dict
         patch.setitem(sys.modules, config_module.__name__, config_module)
         patch.setattr(VllmEngine, "__init__", lambda engine, settings: setattr(engine, "settings", settings))
+        self.run([*SAVED, "trainer.default_local_dir=kept"], keep=True)  # what others resume from
+        self.kept |= set((folder / "kept").rglob("*")) | {folder / "kept"}
+        self.take_files()
 
     def spy(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(first: Any, *args: Any, **options: Any) -> Any:
@@ -350,7 +362,9 @@ class Workshop:
         self.events.clear()
         return json.dumps(PLACES[place](self, overrides), default=str)
 
-    def run(self, overrides: Sequence[str], spoil: Callable[[Config], None] = lambda config: None) -> Observation:
+    def run(
+        self, overrides: Sequence[str], spoil: Callable[[Config], None] = lambda config: None, *, keep: bool = False
+    ) -> Observation:
         """Training or a validation: all of it that does not depend on the clock."""
         torch.manual_seed(0)
         lines: list[str] = []
@@ -373,7 +387,7 @@ class Workshop:
         finally:
             logger.removeHandler(handler)
         shown = [TIMES.sub("", line) for line in lines]
-        return {"error": error, "events": self.events, "lines": shown, "files": self.take_files()}
+        return {"error": error, "events": self.events, "lines": shown, "files": {} if keep else self.take_files()}
 
     def note_layer(self, module: Any, args: Any) -> None:
         if type(module).__name__.endswith("DecoderLayer"):

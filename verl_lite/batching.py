@@ -793,8 +793,7 @@ def _notes(cfg: Config, actor: UpdatePlan, given: Collection[str]) -> Iterator[s
     for switch in ("algorithm.filter_groups.enable", f"{REWARD_MODEL}.enable"):
         section = switch.removesuffix("enable")
         switched[switch] = [key for key in given if key.startswith(section) and key != switch]
-    ckpt = ("trainer.default_local_dir", "trainer.max_actor_ckpt", "trainer.max_critic_ckpt", f"{ACTOR}.checkpoint.")
-    saved = [key for key in given if key.startswith(ckpt)]
+    saved = ["trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", f"{ACTOR}.checkpoint.save_contents"]
     offload = [f"{ACTOR}.fsdp_config.{key}" for key in ("param_offload", "optimizer_offload")]
     offload += [f"{REF}.fsdp_config.param_offload", f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.gpu_memory_utilization"]
     offload += [f"critic.fsdp.{key}" for key in ("param_offload", "optimizer_offload") if cfg.needs_critic]
@@ -809,11 +808,19 @@ def _notes(cfg: Config, actor: UpdatePlan, given: Collection[str]) -> Iterator[s
             f"{ACTOR}.kl_loss_coef=0, so there is no KL term and no reference model for it",
         ),
         (not cfg.needs_ref, [key for key in given if key.startswith(f"{REF}.")], "without a KL term there is no ref"),
-        (not cfg.needs_critic, [key for key in given if key.startswith("critic.")], "this run has no critic"),
+        (
+            not cfg.needs_critic,
+            [key for key in given if key.startswith(("critic.", "trainer.max_critic_"))],
+            "this run has no critic",
+        ),
         (cfg.trainer.device == "cpu", offload, "trainer.device=cpu, where there is no second memory to use"),
         (not policy.shuffle, [f"{ACTOR}.data_loader_seed"], f"{ACTOR}.shuffle=False"),
         *((not _get(cfg, switch), keys, f"{switch}={_get(cfg, switch)}") for switch, keys in switched.items()),
-        (cfg.trainer.save_freq <= 0, saved, f"trainer.save_freq={cfg.trainer.save_freq} saves nothing"),
+        (
+            cfg.trainer.save_freq <= 0,
+            [*saved, *["critic.checkpoint.save_contents"] * cfg.needs_critic],
+            f"trainer.save_freq={cfg.trainer.save_freq} saves nothing",
+        ),
     ]
     for phase in _phases(cfg).values():
         dynamic = bool(_get(cfg, phase.dynamic))

@@ -155,6 +155,11 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class CriticCheckpointConfig(CheckpointConfig):
+    save_contents: list[str] = key(None, "null: as the actor", choices=CHECKPOINT_CONTENTS, filled=True)
+
+
+@dataclass(frozen=True)
 class PolicyLossConfig:
     loss_mode: str = key("vanilla", "name of the policy loss, or package.module:function, or file.py:function")
     options: dict[str, Any] = key({}, "options of that loss; typed as policy_loss.<option>=value")
@@ -281,6 +286,7 @@ class CriticConfig:
     grad_clip: float = key(1.0, "largest global gradient norm (also: optim.clip_grad)", gt=0)
     optim: CriticOptimConfig = section(CriticOptimConfig)
     fsdp: TrainFSDPConfig = section(TrainFSDPConfig)
+    checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig)
 
 
 @dataclass(frozen=True)
@@ -579,6 +585,8 @@ FOLLOWS = {
     _ACTOR + "clip_ratio_low": _ACTOR + "clip_ratio",
     _ACTOR + "clip_ratio_high": _ACTOR + "clip_ratio",
     _ACTOR + "checkpoint.load_contents": _ACTOR + "checkpoint.save_contents",
+    "critic.checkpoint.save_contents": _ACTOR + "checkpoint.save_contents",
+    "critic.checkpoint.load_contents": "critic.checkpoint.save_contents",
     _ROLLOUT + "log_prob_micro_batch_size_per_gpu": _ACTOR + "ppo_micro_batch_size_per_gpu",
     _ROLLOUT + "log_prob_use_dynamic_bsz": _ACTOR + "use_dynamic_bsz",
     _ROLLOUT + "log_prob_max_token_len_per_gpu": _ACTOR + "ppo_max_token_len_per_gpu",
@@ -690,8 +698,6 @@ PLUGIN_KEYS = (
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 PENDING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "trainer.save_freq": ((0,), "checkpoints are not built yet; leave it at -1"),
-    "trainer.resume_mode": (("disable",), "checkpoints are not built yet; there is nothing to resume from"),
     "trainer.preempt_grace_s": ((), "saving on SIGTERM is not built yet; the run ends at once"),
     "trainer.max_rollout_restarts": ((0,), "restarting an engine is not built yet; the run ends when one dies"),
     "actor_rollout_ref.model.lora_rank": ((), "LoRA is not built yet"),

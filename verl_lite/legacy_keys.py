@@ -13,6 +13,7 @@ _ACTOR, _ROLLOUT, _REF, _MODEL = (f"actor_rollout_ref.{role}" for role in ("acto
 RENAMED = {
     "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
     f"{_ACTOR}.checkpoint.contents": f"{_ACTOR}.checkpoint.save_contents",
+    "critic.checkpoint.contents": "critic.checkpoint.save_contents",
     f"{_ACTOR}.optim.warmup_style": f"{_ACTOR}.optim.lr_scheduler_type",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     "critic.model.fsdp_config": "critic.fsdp",
@@ -83,7 +84,6 @@ IGNORED = {
     "*.use_shm": "local files are read in place",
     "*.optim.total_training_steps": "trainer.total_training_steps decides",
     "*.checkpoint.async_save": "checkpoints are written before the next step",
-    "critic.checkpoint*": f"as {_ACTOR}.checkpoint",
     "critic.forward_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu limits these passes too",
     "critic.data_loader_seed": f"as {_ACTOR}.data_loader_seed",
     "critic.loss_scale_factor": f"as {_ACTOR}.loss_scale_factor",

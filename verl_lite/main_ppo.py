@@ -24,6 +24,7 @@ from verl_lite.cli import ConfigError
 from verl_lite.config import Config, check_files, redacted
 from verl_lite.plan import compose_plan
 from verl_lite.tracking import check_loggers
+from verl_lite.trainer.checkpoints import resume_problems
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         composed, plan = compose_plan(argv)
         config = composed.config
-        problems = check_files(config)
+        problems = check_files(config) or resume_problems(config)
         try:
             check_loggers(config.trainer.logger)
         except ValueError as error:
@@ -138,12 +139,13 @@ def _report(error: BaseException, started: bool, console: TextIO, log_dir: Path)
     from verl_lite.distributed.cluster import RayDied
     from verl_lite.distributed.worker_group import WorkerError
     from verl_lite.rewards.pool import RewardError
+    from verl_lite.trainer.checkpoints import CheckpointError
 
     logger.error("the run failed", exc_info=error, extra={"log_only": True})
     if not started and isinstance(error, (ValueError, TypeError, OSError)) and not isinstance(error, TimeoutError):
         print(f"refused: {error}", file=console)
         return REFUSED
-    if not isinstance(error, (WorkerError, RayDied, RewardError, TimeoutError)):
+    if not isinstance(error, (WorkerError, RayDied, RewardError, CheckpointError, TimeoutError)):
         traceback.print_exception(error, file=console)
     else:
         print(f"failed: {type(error).__name__}: {error}", file=console)

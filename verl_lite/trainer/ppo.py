@@ -9,6 +9,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from verl_lite.algorithms.correction import correct_rollout, rollout_probs_diff
 from verl_lite.algorithms.kl import apply_kl_penalty, make_kl_controller
 from verl_lite.algorithms.lr_schedule import learning_rate
 from verl_lite.batching import BatchPlan, PassPlan, UpdatePlan
-from verl_lite.config import Config, OptimConfig, redacted
-from verl_lite.data.sampler import Sampler, validation_batches
+from verl_lite.config import Config, OptimConfig, redacted, show
+from verl_lite.data.sampler import validation_batches
 from verl_lite.distributed.placement import ResourcePool
 from verl_lite.distributed.worker_group import WorkerGroup, phase
 from verl_lite.plugins import pick_options, resolve
@@ -31,6 +32,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.rewards.managers import RewardManager, Rewards, build_manager
 from verl_lite.rewards.pool import RewardPool
 from verl_lite.tracking import Tracking
+from verl_lite.trainer.checkpoints import Checkpoint, CheckpointError, Checkpoints, architecture, changed_keys
 from verl_lite.trainer.group_filter import RETURNED, GroupFilter
 from verl_lite.trainer.metrics import (
     compute_data_metrics,
@@ -42,7 +44,7 @@ from verl_lite.trainer.metrics import (
     validation_metrics,
 )
 from verl_lite.trainer.samples import Sample, read_samples, write_samples
-from verl_lite.trainer.setup import TrainingData, Workers, reward_function, start_workers
+from verl_lite.trainer.setup import TrainingData, Workers, make_sampler, reward_function, start_workers
 from verl_lite.workers.actor import ActorWorker
 from verl_lite.workers.critic import CriticWorker
 from verl_lite.workers.ref import RefWorker
@@ -68,7 +70,13 @@ def run(
     config: Config, plan: BatchPlan, data: TrainingData, pool: ResourcePool, log_dir: Path, stop: threading.Event
 ) -> None:
     """Start the workers on `pool`, train, and end what was started; raises `StoppedEarly` once `stop` is set."""
-    trainer = config.trainer
+    trainer, checkpoint = config.trainer, data.checkpoint
+    if checkpoint is not None and checkpoint.step >= data.total_training_steps and not trainer.val_only:
+        logger.info(
+            "nothing left to do: %s is of step %d of %d (more: trainer.total_training_steps or trainer.total_epochs; "
+            "anew: trainer.resume_mode=disable)", checkpoint.folder, checkpoint.step, data.total_training_steps,
+        )  # fmt: skip
+        return
     with contextlib.ExitStack() as stack:
         reward_pool = stack.enter_context(
             RewardPool(
@@ -126,13 +134,14 @@ class PPOTrainer:
         self.config, self.plan, self.data = config, plan, data
         self.workers, self.rewards, self.tracking = workers, rewards, tracking
         self.stop = stop or threading.Event()
-        self.sampler: Sampler | None = None
-        if data.train is not None:
-            rows = config.data
-            self.sampler = Sampler(len(data.train), rows.train_batch_size, rows.shuffle, rows.seed)
+        self.sampler = None if data.train is None else make_sampler(config, data.train)
         self.estimator = resolve(config.algorithm.adv_estimator, ADVANTAGE_ESTIMATORS, key="algorithm.adv_estimator")
         self.needs_baseline = config.algorithm.adv_estimator in ESTIMATORS_WITH_GREEDY_BASELINE
         self.kl_controller = make_kl_controller(**vars(config.algorithm.kl_ctrl))
+        self.checkpoints = Checkpoints(
+            Path(config.trainer.default_local_dir),
+            keep={"actor": config.trainer.max_actor_ckpt_to_keep, "critic": config.trainer.max_critic_ckpt_to_keep},
+        )
         self.global_step = 0  # the training step being made
         self.skipped_in_a_row = {"actor": 0, "critic": 0}
         self.timing: dict[str, float] = {}
@@ -140,9 +149,11 @@ class PPOTrainer:
         self.validations: dict[str, list[tuple[float, int]]] = {}  # per core metric: (value, step)
 
     def fit(self) -> None:
-        """Train to the last step; validate and log where the config says so."""
+        """Train to the last step, from the checkpoint on if there is one; validate, save and log where it is due."""
         trainer, last_step = self.config.trainer, self.data.total_training_steps
-        if trainer.val_before_train or trainer.val_only:
+        if self.data.checkpoint is not None:
+            self.resume(self.data.checkpoint)
+        if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
             self.log(self.validate())
             self.timing = {}
         while self.global_step < last_step:
@@ -153,9 +164,17 @@ class PPOTrainer:
             metrics |= {"training/global_step": self.global_step, "training/epoch": self.sampler.epoch}
             if is_due(trainer.test_freq, self.global_step, last_step):
                 metrics |= self.validate()
+            stopping = self.stop.is_set() and self.global_step < last_step
+            written, saved = None, None
+            if is_due(trainer.save_freq, self.global_step, self.global_step if stopping else last_step):
+                with self.timed("save_checkpoint"), self.saving():
+                    written = self.write_checkpoint()
             self.log(metrics | self.describe(batch))
-            if self.stop.is_set() and self.global_step < last_step:
-                raise StoppedEarly(self.global_step, None)
+            if written is not None:  # its name only now: a step that counts as saved is also logged
+                with self.saving():
+                    saved = self.checkpoints.commit(written)
+            if stopping:
+                raise StoppedEarly(self.global_step, saved)
 
     def step(self, prompts: DataProto) -> tuple[DataProto, dict[str, float]]:
         """One training step: sample responses, score them, estimate advantages, update, hand the weights over."""
@@ -200,6 +219,80 @@ class PPOTrainer:
             metrics |= {"training/optimizer_steps": 0, "training/held_back_steps": plan.optimizer_steps}
         return batch, metrics
 
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Take over where the checkpoint stands, and hand its weights to the engines."""
+        workers, state = self.workers, checkpoint.state
+        workers.rollout.call(RolloutWorker.sleep)
+        workers.actor.call(ActorWorker.load_checkpoint, str(checkpoint.folder / "actor"))
+        if workers.critic is not None:
+            workers.critic.call(CriticWorker.load_checkpoint, str(checkpoint.folder / "critic"))
+        self.global_step = checkpoint.step
+        if self.sampler is not None:
+            self.sampler.load_state_dict(state["sampler"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.skipped_in_a_row = dict(state["skipped_in_a_row"])
+        self.validations = {name: [(value, step) for value, step in found] for name, found in state["best"].items()}
+        self.send_weights()
+        steps = "" if self.sampler is None else f" of {self.data.total_training_steps}"
+        logger.info("resumed from %s: step %d%s is done", checkpoint.folder, checkpoint.step, steps)
+        if changes := changed_keys(self.config, checkpoint):
+            logger.info(
+                "changed since: %s",
+                ", ".join(f"{key} {show(old)} → {show(new)}" for key, (old, new) in changes.items()),
+            )
+
+    def write_checkpoint(self) -> Path:
+        """Everything a run needs to go on after this step, in a folder without its final name."""
+        workers = self.workers
+        parts: dict[str, tuple[WorkerGroup[Any], Callable[..., str | None]]] = {
+            "actor": (workers.actor, ActorWorker.save_checkpoint)
+        }
+        if workers.critic is not None:
+            parts["critic"] = (workers.critic, CriticWorker.save_checkpoint)
+        folder = self.checkpoints.begin(self.global_step)
+        for role, (group, method) in parts.items():
+            if refused := [problem for problem in group.call(method, str(folder / role)) if problem]:
+                raise OSError(refused[0])
+        self.checkpoints.complete(folder, self.state_dict())
+        return folder
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Errors of the disk inside say whose folder it is."""
+        try:
+            yield
+        except OSError as error:
+            self.checkpoints.discard()
+            raise CheckpointError(
+                f"step {self.global_step} could not be saved in trainer.default_local_dir="
+                f"{self.checkpoints.directory}: {error}; the checkpoints before it are whole"
+            ) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds beside what the workers write; plain JSON."""
+        assert self.sampler is not None and self.data.train is not None, "there are no steps without training data"
+        policy, critic = self.config.actor_rollout_ref, self.config.critic
+        contents = {"actor": policy.actor.checkpoint.save_contents}
+        shapes = {"actor": architecture(policy.model.path, policy.model.override_config)}
+        if self.config.needs_critic:
+            contents["critic"] = critic.checkpoint.save_contents
+            shapes["critic"] = architecture(critic.model.path, critic.model.override_config)
+        return {
+            "step": self.global_step,
+            "total_training_steps": self.data.total_training_steps,
+            "saved_at": time.time(),
+            "ranks": self.config.num_slots,
+            "contents": contents,
+            "architecture": shapes,
+            "sampler": self.sampler.state_dict(),
+            "data": self.data.train.fingerprint(),
+            "kl_controller": self.kl_controller.state_dict(),
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "best": self.validations,
+            "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
+            "config": redacted(self.config),
+        }
+
     def validate(self) -> dict[str, float]:
         """Answer every validation prompt with the current weights; `val-core/…` and `val-aux/…`."""
         val, data = self.data.val, self.config.data
@@ -216,15 +309,16 @@ class PPOTrainer:
             write_samples(samples, self.config.trainer.validation_data_dir, self.global_step)
         for sample in samples[: self.config.trainer.log_val_generations]:
             logger.info("  %s", sample.line())
-        return validation_metrics(samples)
+        metrics = validation_metrics(samples)
+        for name, value in metrics.items():
+            if name.startswith("val-core/") and "/mean@" in name:
+                self.validations.setdefault(name, []).append((value, self.global_step))
+        return metrics
 
     def log(self, metrics: dict[str, float]) -> None:
         """Hand a step's metrics to the trackers."""
         if metrics:
             self.tracking.log(metrics, step=self.global_step)
-        for name, value in metrics.items():
-            if name.startswith("val-core/") and "/mean@" in name:
-                self.validations.setdefault(name, []).append((value, self.global_step))
 
     def summary(self) -> Iterator[str]:
         """What came of the run and where it can be looked at."""

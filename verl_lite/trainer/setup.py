@@ -16,6 +16,7 @@ from verl_lite.algorithms.policy_losses import selector
 from verl_lite.config import Config, RewardModelConfig
 from verl_lite.data.dataset import PromptDataset, build_dataset
 from verl_lite.data.prompts import load_tokenizer
+from verl_lite.data.sampler import Sampler
 from verl_lite.distributed.placement import ResourcePool
 from verl_lite.distributed.worker_group import Limits, RoleSpec, WorkerGroup, spawn, spawn_rollout
 from verl_lite.plugins import check_options, pick_options, resolve
@@ -25,6 +26,7 @@ from verl_lite.rewards.pool import RewardPool, check_reward_function
 from verl_lite.rewards.worker import RewardFunction
 from verl_lite.rollout.engine import model_problems
 from verl_lite.rollout.weight_transfer import transfer_backend
+from verl_lite.trainer.checkpoints import Checkpoint, find_checkpoint
 from verl_lite.workers.actor import ActorWorker
 from verl_lite.workers.critic import CriticWorker
 from verl_lite.workers.ref import RefWorker
@@ -41,6 +43,7 @@ class TrainingData:
     val: PromptDataset | None
     total_training_steps: int
     transcriber: Transcriber | None = None  # for the reward model, where there is one
+    checkpoint: Checkpoint | None = None  # to go on from
 
 
 @dataclass(frozen=True)
@@ -82,15 +85,34 @@ def load_data(config: Config) -> TrainingData:
         val = build_dataset(data, data.val_files, tokenizer, max_samples=data.val_max_samples)
     check_rewards(config, [rows for rows in (train, val) if rows])
     transcriber = load_transcriber(config.reward.reward_model, tokenizer)
+    checkpoint = find_checkpoint(config)
+    if checkpoint is not None and checkpoint.warning:
+        logger.warning(checkpoint.warning)
     if train is None:
-        return TrainingData(tokenizer, None, val, 0, transcriber)
+        return TrainingData(tokenizer, None, val, 0, transcriber, checkpoint)
     if len(train) < data.train_batch_size:
         raise ValueError(
             f"data.train_batch_size={data.train_batch_size} is more than the {len(train)} prompts of data.train_files "
             f"that are left; set it to at most {len(train)} or give more data"
         )
     whole_run = len(train) // data.train_batch_size * trainer.total_epochs
-    return TrainingData(tokenizer, train, val, trainer.total_training_steps or whole_run, transcriber)
+    if checkpoint is not None:
+        check_place(config, train, checkpoint)
+    return TrainingData(tokenizer, train, val, trainer.total_training_steps or whole_run, transcriber, checkpoint)
+
+
+def make_sampler(config: Config, train: PromptDataset) -> Sampler:
+    return Sampler(len(train), config.data.train_batch_size, config.data.shuffle, config.data.seed)
+
+
+def check_place(config: Config, train: PromptDataset, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose place in the data is not a place in this run's data."""
+    make_sampler(config, train).load_state_dict(checkpoint.state["sampler"])
+    if checkpoint.state["data"] != train.fingerprint():
+        raise ValueError(
+            f"data.train_files={config.data.train_files}: other prompts, or other tokens of them, than in the run that "
+            f"saved {checkpoint.folder}; go on with the same data and tokenizer, or trainer.resume_mode=disable"
+        )
 
 
 def check_functions(config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from verl_lite.algorithms.kl import kl_penalty
 from verl_lite.algorithms.policy_losses import PolicyLossInputs, row_keys, selector
 from verl_lite.batching import RankSchedule
 from verl_lite.config import ActorConfig, ModelConfig
+from verl_lite.distributed.checkpoint import load_engine, save_engine
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.models.forward import to_rows
 from verl_lite.plugins import pick_options, resolve
@@ -173,6 +175,14 @@ class ActorWorker:
 
     def release_weights(self) -> None:
         self.publisher.release()
+
+    def save_checkpoint(self, folder: str) -> str | None:
+        """A collective. What the operating system refused, if anything."""
+        return save_engine(self.engine, Path(folder), self.actor.checkpoint.save_contents)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """A collective; the ranks may be more or fewer than those that saved."""
+        load_engine(self.engine, Path(folder), self.actor.checkpoint.load_contents)
 
     def pop_peak_memory(self) -> dict[str, int]:
         """Bytes of the phases since the last call."""

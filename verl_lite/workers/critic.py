@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from verl_lite.algorithms.aggregate import MiniBatchTotals, aggregate_loss
 from verl_lite.algorithms.value_losses import ValueLossInputs
 from verl_lite.batching import RankSchedule
 from verl_lite.config import CriticConfig
+from verl_lite.distributed.checkpoint import load_engine, save_engine
 from verl_lite.distributed.fsdp import DTYPES, FSDPEngine
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.models.forward import to_rows
@@ -91,6 +93,14 @@ class CriticWorker:
     def _values(self, rows: DataProto) -> Tensor:
         values = self.engine.module(model_inputs(rows, self.engine.device, packed=self.critic.model.use_remove_padding))
         return to_rows(values, rows.batch["response_mask"].to(self.engine.device))
+
+    def save_checkpoint(self, folder: str) -> str | None:
+        """A collective. What the operating system refused, if anything."""
+        return save_engine(self.engine, Path(folder), self.critic.checkpoint.save_contents)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """A collective; the ranks may be more or fewer than those that saved."""
+        load_engine(self.engine, Path(folder), self.critic.checkpoint.load_contents)
 
     def pop_peak_memory(self) -> dict[str, int]:
         """Bytes of the phases since the last call."""
