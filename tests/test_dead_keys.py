@@ -44,7 +44,9 @@ from verl_lite.cli import ConfigError
 from verl_lite.config import PENDING, Config, leaf_keys
 from verl_lite.data import dataset
 from verl_lite.distributed import cluster, fsdp, placement, process_group
+from verl_lite.distributed.deaths import ProcessDied
 from verl_lite.distributed.process_group import RankContext
+from verl_lite.distributed.worker_group import WorkerError
 from verl_lite.plan import compose_plan
 from verl_lite.rewards.pool import RewardPool
 from verl_lite.rollout.vllm_engine import VllmEngine, _engine_options, _environment
@@ -86,6 +88,7 @@ ENTROPY = [*BASE, A + "entropy_coeff=0.1"]
 NORM = [*BASE, A + "loss_agg_mode=seq-mean-token-sum-norm"]
 COSINE = [*BASE, *TWO_STEPS, A + "optim.lr_scheduler_type=cosine"]
 EXPLODING = [*BASE, A + "optim.lr=1e30", "trainer.max_skipped_steps=0"]
+MORTAL = [*BASE, R + "name=engine.py:Mortal", "trainer.max_rollout_restarts=0"]
 ENGINE_DTYPE = [*BASE, R + "dtype=bfloat16"]
 WEIGHTED = [*ENGINE_DTYPE, "algorithm.rollout_correction.rollout_is=token"]
 REJECTED = [*ENGINE_DTYPE, "algorithm.rollout_correction.rollout_rs_threshold=1.001"]
@@ -172,6 +175,7 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
     ("RUN", COSINE, [A + "optim.min_lr_ratio=0.9", A + "optim.num_cycles=0.25"]),
     ("RUN", DYNAMIC_OLD, [R + "log_prob_max_token_len_per_gpu=20"]),
     ("RUN", EXPLODING, ["trainer.max_skipped_steps=10"]),
+    ("RUN", MORTAL, ["trainer.max_rollout_restarts=2"]),
     ("RUN", ENGINE_DTYPE, ["algorithm.rollout_correction.rollout_is=token"]),
     ("RUN", WEIGHTED, ["algorithm.rollout_correction.rollout_is_threshold=1.0001"]),
     ("RUN", REJECTED, ["algorithm.rollout_correction.rollout_rs=token"]),
@@ -255,7 +259,7 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
         "critic.model.lora_adapter_path=./model", A + "ulysses_sequence_parallel_size=2",
         "critic.ulysses_sequence_parallel_size=2", A + "fsdp_config.fsdp_size=2", "critic.fsdp.fsdp_size=2",
         R + "nnodes=1", RM + "ulysses_sequence_parallel_size=2",
-        "trainer.max_rollout_restarts=2", "trainer.preempt_grace_s=30",
+        "trainer.preempt_grace_s=30",
     ]),
     ("SAME", BASE, [A + "strategy=fsdp"]),  # two names of one engine
 ]
@@ -296,8 +300,27 @@ class InProcess:
     def start_call(self, method: Callable[..., Any], *args: Any, **same: Any) -> Any:
         if method is RolloutWorker.update_weights:
             self.events.append(str({name: value is not None for name, value in args[0].payload.items()}))
-        results = self.call(method, *args, **same)
-        return types.SimpleNamespace(result=lambda: results)
+        return self.start_map(method, *([arg] * self.world_size for arg in args), **same)
+
+    def start_map(self, method: Callable[..., Any], *shards: Sequence[Any], **same: Any) -> Any:
+        results: list[Any] = []
+        try:
+            results = self.map(method, *shards, **same)
+        except ProcessDied:  # of a group of one
+            results = [WorkerError("died", role=self.role, rank=0, node="", pid=0, phase="", details="", died=True)]
+
+        def outcomes(spared: int = 0) -> list[Any]:
+            if not spared and isinstance(results[0], WorkerError):
+                raise results[0]
+            return results
+
+        return types.SimpleNamespace(result=outcomes, outcomes=outcomes)
+
+    def only(self, ranks: Sequence[int]) -> InProcess:
+        return InProcess(self.role, [self.workers[rank] for rank in ranks], self.events)
+
+    def respawn(self) -> None:
+        self.events.append(f"{self.role} respawn")
 
 
 class Workshop:
@@ -515,7 +538,17 @@ class Long(PromptDataset):
 """,
     "engine.py": """
 from dataclasses import replace
+from verl_lite.distributed.deaths import ProcessDied
 from verl_lite.rollout.hf_engine import HfEngine
+
+class Mortal(HfEngine):
+    died = False
+
+    def generate(self, *args, **options):
+        if not self.died:
+            self.died = True
+            raise ProcessDied("killed")
+        return super().generate(*args, **options)
 
 class OneToken(HfEngine):
     def generate(self, requests, sampling, *, timeout_s):

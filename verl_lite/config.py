@@ -404,7 +404,7 @@ class TrainerConfig:
         "outputs/${trainer.project_name}/${trainer.experiment_name}", "folder of metrics, logs, config", path=True
     )
     max_skipped_steps: int = key(10, "steps skipped in a row (non-finite gradient) before the run stops", ge=0)
-    max_rollout_restarts: int = key(1, "times a dead engine is started again", ge=0)
+    max_rollout_restarts: int = key(1, "times in a run that a dead engine is started again", ge=0)
     start_timeout_s: float = key(600.0, "seconds the workers may take to start", gt=0)
     step_timeout_s: float = key(3600.0, "seconds one phase of a step may take", gt=0)
     collective_timeout_s: float = key(1800.0, "seconds a rank waits for its peers", gt=0)
@@ -699,7 +699,6 @@ PLUGIN_KEYS = (
 
 PENDING: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.preempt_grace_s": ((), "saving on SIGTERM is not built yet; the run ends at once"),
-    "trainer.max_rollout_restarts": ((0,), "restarting an engine is not built yet; the run ends when one dies"),
     "actor_rollout_ref.model.lora_rank": ((), "LoRA is not built yet"),
     "actor_rollout_ref.model.lora_adapter_path": ((), "LoRA is not built yet"),
     "critic.model.lora_rank": ((), "LoRA is not built yet"),

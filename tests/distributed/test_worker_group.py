@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from verl_lite.distributed.worker_group import (
     WorkerTimeout,
     phase,
     spawn,
+    spawn_rollout,
 )
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers can't import a test module
@@ -58,14 +60,16 @@ class Worker:
 
     def raise_on(self, rank: int) -> None:
         if self.rank == rank:
+            print("before the error", flush=True)
             raise KeyError("lost_key")
         time.sleep(60)
 
-    def die_on(self, rank: int) -> None:
+    def die_on(self, rank: int, seconds: float = 60) -> str:
         if self.rank == rank:
             print("my last words", flush=True)
             os.kill(os.getpid(), 9)
-        time.sleep(60)
+        time.sleep(seconds)
+        return "alive"
 
     def die_in_a_collective(self, rank: int) -> None:
         import torch
@@ -232,6 +236,51 @@ def test_a_late_worker_is_named_with_the_line_it_is_at(pool: ResourcePool, tmp_p
     assert "did not finish within trainer.step_timeout_s=1 s" in message
     assert "late: rank 1; done: 0" in message
     assert "in nap" in message  # where rank 1 stands
+
+
+def test_a_stopped_worker_is_named_as_such(pool: ResourcePool) -> None:
+    group = start(pool)
+    group._hosts.limits = Limits(60, 1.0, 60)
+    pids = [pid for _, pid in group.call(Worker.identity)]
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(WorkerTimeout, match=r"late: rank 1 \(its process is stopped, as by SIGSTOP\); done: 0"):
+        group.call(Worker.add, 1)
+    assert gone(pids[0])
+    os.kill(pids[1], signal.SIGKILL)
+
+
+def test_the_log_up_to_the_traceback_stands_below_it(pool: ResourcePool, tmp_path: Path) -> None:
+    roles = {"actor": RoleSpec(Worker)}
+    group = spawn(pool, roles, limits=Limits(60, 60, 60), log_dir=tmp_path, process_group=False)["actor"]
+    with pytest.raises(WorkerError) as caught:
+        group.call(Worker.raise_on, 0)
+    traceback, log = str(caught.value).split("last lines of")
+    assert traceback.count("lost_key") == 2  # the line of code, and the message
+    assert "lost_key" not in log and "before the error" in log
+
+
+def test_a_dead_rank_is_spared_and_replaced_where_the_others_do_not_need_it(pool: ResourcePool) -> None:
+    limits = Limits(60, 60, 60)
+    group = spawn_rollout(pool, RoleSpec(Worker, {"offset": 10}), limits=limits, num_replicas=2)
+    before = group.call(Worker.identity)
+    outcomes = group.start_call(Worker.die_on, 1, seconds=2).outcomes(spared=1)
+    assert outcomes[0] == "alive"  # it was waited for
+    assert isinstance(outcomes[1], WorkerError) and outcomes[1].died and outcomes[1].rank == 1
+    group.only([1]).respawn()
+    assert group.map(Worker.add, [1, 2]) == [11, 12]  # offset 10
+    after = group.call(Worker.identity)
+    assert after[0] == before[0] and after[1][0] == 1 and after[1] != before[1]
+    with pytest.raises(WorkerError, match="rollout rank 0 died"):
+        group.start_call(Worker.die_on, 0).outcomes(spared=0)
+    group.close()
+
+
+def test_an_error_is_not_spared_as_a_death_is(pool: ResourcePool) -> None:
+    group = spawn_rollout(pool, RoleSpec(Worker), limits=Limits(60, 60, 60), num_replicas=2)
+    with pytest.raises(WorkerError, match="rollout rank 1 raised KeyError") as caught:
+        group.start_call(Worker.raise_on, 1).outcomes(spared=2)
+    assert not caught.value.died
+    group.close()
 
 
 def test_importing_the_module_does_not_load_torch() -> None:

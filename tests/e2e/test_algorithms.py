@@ -238,6 +238,7 @@ def test_every_promised_metric_is_there_and_every_metric_is_explained(job: Job) 
         timing_s/{step,gen,reward,old_log_prob,ref,values,adv,update_critic,update_actor,update_weights,testing}
         timing_per_token_ms/{gen,ref,values,adv,update_critic,update_actor}
         perf/{total_num_tokens,time_per_step,throughput,max_memory_rss_gb,cpu_memory_used_gb}
+        perf/{driver_memory_gb,worker_memory_gb,rollout_memory_gb,object_store_used_gb} rollout/restarts
         global_seqlen/{min,max,minmax_diff,balanced_min,balanced_max,mean}
         training/{optimizer_steps,skipped_steps,empty_steps,critic_optimizer_steps}
         training/rollout_probs_diff_{mean,max,std}

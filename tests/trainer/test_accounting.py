@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from verl_lite.config import Config, TrainerConfig
 from verl_lite.trainer.ppo import PPOTrainer
 from verl_lite.workers.update import MiniBatchResult
 
@@ -16,11 +17,8 @@ DONE, SKIPPED, EMPTY = MiniBatchResult("done"), MiniBatchResult("skipped", float
 def trainer(*, planned: int, max_skipped: int = 10) -> Any:
     """A trainer of which only the counting is used."""
     made = PPOTrainer.__new__(PPOTrainer)
-    config: Any = types.SimpleNamespace(
-        trainer=types.SimpleNamespace(max_skipped_steps=max_skipped),
-        actor_rollout_ref=types.SimpleNamespace(actor=types.SimpleNamespace(has_kl_loss=False)),
-    )
-    made.config, made.global_step, made.skipped_in_a_row = config, 7, {"actor": 0, "critic": 0}
+    made.config = Config(trainer=TrainerConfig(max_skipped_steps=max_skipped))
+    made.global_step, made.skipped_in_a_row, made.first_skipped = 7, {"actor": 0, "critic": 0}, ""
     plan: Any = types.SimpleNamespace(actor=types.SimpleNamespace(optimizer_steps=planned), critic=None)
     made.plan = plan
     return made

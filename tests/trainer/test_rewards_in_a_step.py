@@ -19,6 +19,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.rewards.managers import build_manager
 from verl_lite.rewards.pool import RewardError, RewardPool
 from verl_lite.rollout.engine import Completion
+from verl_lite.trainer.engines import Engines
 from verl_lite.trainer.ppo import PPOTrainer
 from verl_lite.trainer.setup import load_data, reward_function
 from verl_lite.workers.rollout import build_batch
@@ -54,6 +55,13 @@ class StandIn:
 
     def call(self, method: Callable[..., Any], *args: Any, **same: Any) -> list[Any]:
         return [self.answers[method.__name__](*args, **same)]
+
+    def only(self, ranks: Sequence[int]) -> StandIn:
+        return self
+
+    def start_map(self, method: Callable[..., Any], *shards: Sequence[Any], **same: Any) -> Any:
+        results = self.map(method, *shards, **same)
+        return types.SimpleNamespace(outcomes=lambda spared: results)
 
 
 class Run:
@@ -124,9 +132,15 @@ def start(tiny_model_path: str, tmp_path: Path) -> Any:
             )  # fmt: skip
         )
         run = Run(None, texts)  # type: ignore[arg-type]
+        group: Any = StandIn(generate=run.generate, sleep=lambda: None, own_memory=int)
+        actor: Any = StandIn(
+            compute_log_probs=run.compute_log_probs,
+            update=run.update,
+            pop_peak_memory=dict,
+            own_memory=int,
+        )
         workers: Any = types.SimpleNamespace(
-            rollout=StandIn(generate=run.generate, sleep=lambda: None),
-            actor=StandIn(compute_log_probs=run.compute_log_probs, update=run.update, pop_peak_memory=dict),
+            rollout=Engines(group, actor, max_restarts=0), actor=actor,
             ref=None, critic=None, reward_model=None,
         )  # fmt: skip
         tracking: Any = types.SimpleNamespace(log=lambda metrics, step: run.metrics.update(metrics))
@@ -268,7 +282,7 @@ def test_the_engines_sleep_from_the_last_response_to_the_new_weights(start: Star
         "algorithm.filter_groups.max_num_gen_batches=2", "trainer.val_before_train=False",
     )  # fmt: skip
     order: list[str] = []
-    for group in (run.trainer.workers.rollout, run.trainer.workers.actor):
+    for group in (run.trainer.workers.rollout.group, run.trainer.workers.actor):
         for name, answer in group.answers.items():
             group.answers[name] = lambda *args, _name=name, _answer=answer, **same: (
                 order.append(_name) or _answer(*args, **same)

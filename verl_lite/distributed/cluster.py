@@ -48,6 +48,14 @@ def check_alive(phase: str) -> None:
             raise RayDied(f"Ray's {name} (pid {pid}) died during {phase}; its logs will be in logs/ray")
 
 
+def object_store_used_bytes() -> float:
+    """Of all nodes, a second or so ago; 0 without Ray."""
+    if not ray.is_initialized():
+        return 0.0
+    name = "object_store_memory"
+    return max(0.0, ray.cluster_resources().get(name, 0.0) - ray.available_resources().get(name, 0.0))
+
+
 def _log_ray_message(message: Mapping[str, Any], *_: Any, **__: Any) -> None:
     logging.getLogger("ray").info("%s: %s", message["pid"], "\n".join(message["lines"]))
 

@@ -27,9 +27,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
+class NotFinite:
+    """What this rank saw that was NaN or infinite in a step that was not made."""
+
+    losses: tuple[int, ...] = ()  # numbers of the micro-batches whose loss it was
+    gradients: tuple[str, ...] = ()  # names of the parameters, of which this rank holds a part
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class StepOutcome:
-    done: bool  # False: a gradient was not finite, and no parameter was touched
+    done: bool  # False: a loss or the gradient was not finite on some rank, and no parameter was touched
     grad_norm: float  # over all ranks, before clipping
+    not_finite: NotFinite | None = None  # of a step not made
 
 
 class FSDPEngine:
@@ -50,6 +60,7 @@ class FSDPEngine:
         self.device = context.torch_device
         self.param_offload = fsdp.param_offload and self.device.type == "cuda"
         self.optimizer: torch.optim.AdamW | None = None
+        self.finite_losses: list[Tensor] = []  # of the micro-batches since the last step, whether they are
         self.peak_memory: dict[str, int] = {}  # phase → bytes, since the last `pop_peak_memory`
         full = build(False) if context.rank == 0 else None
         # One rank shards what it has read; several start from empty modules, so that only rank 0 ever holds the whole.
@@ -106,25 +117,47 @@ class FSDPEngine:
         """Add a micro-batch's gradients. last: no other micro-batch follows before `step`."""
         if not self.sync_every_micro_batch:
             self.root.set_requires_gradient_sync(last)
+        self.finite_losses.append(loss_share.detach().isfinite().all())
         # FSDP averages gradients over ranks; multiply back, or twice the GPUs halve the step.
         (loss_share * self.context.world_size).backward()
 
     def step(self, lr: float) -> StepOutcome:
-        """Clip by the norm over all ranks and update, or, if that norm is not finite, do neither. Clears gradients."""
+        """Clip by the norm over all ranks and update, or, if it or a rank's loss isn't finite, do neither.
+
+        Clears gradients.
+        """
         assert self.optimizer is not None, "train_with comes first"
         parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         grad_norm = float(norm)
-        done = math.isfinite(grad_norm)
+        # A loss can be NaN while its gradient isn't, and on one rank alone; all ranks must decide alike.
+        losses, self.finite_losses = torch.stack(self.finite_losses), []
+        all_finite = losses.all().to(torch.int32)
+        dist.all_reduce(all_finite, dist.ReduceOp.MIN)
+        done = math.isfinite(grad_norm) and bool(all_finite)
+        not_finite = None if done else self._find_not_finite(losses.tolist())
         if done:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.grad_clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepOutcome(done, grad_norm)
+        return StepOutcome(done, grad_norm, not_finite)
+
+    def _find_not_finite(self, finite_losses: list[bool]) -> NotFinite:
+        def broken(tensor: Tensor | None) -> bool:
+            if tensor is None:
+                return False
+            return not bool((tensor.to_local() if isinstance(tensor, DTensor) else tensor).isfinite().all())
+
+        named = list(self.module.named_parameters())
+        return NotFinite(
+            losses=tuple(i for i, finite in enumerate(finite_losses) if not finite),
+            gradients=tuple(name for name, parameter in named if broken(parameter.grad)),
+            parameters=tuple(name for name, parameter in named if broken(parameter)),
+        )
 
     @contextmanager
     def phase(self, name: str, *, optimizer: bool = False) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The most memory a process has held during a phase: the GPU's allocator there, resident memory on a CPU."""
+"""What processes hold: the peak of a phase (the GPU's allocator there, resident memory on a CPU), and their own now."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 
 
@@ -28,3 +29,13 @@ def peak_memory_bytes(device: torch.device) -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def own_memory_bytes(*, children: bool) -> int:
+    """Resident memory of this process (and its children) without what it shares, such as Ray's object store."""
+    total, this = 0, psutil.Process()
+    for process in [this, *(this.children(recursive=True) if children else [])]:
+        with suppress(psutil.Error):
+            memory = process.memory_info()
+            total += memory.rss - getattr(memory, "shared", 0)  # Linux tells
+    return total

@@ -5,7 +5,8 @@ process group and one CUDA context per slot. A rollout replica has a host of its
 one role of some hosts; a worker class is plain Python and never sees Ray.
 
 Every wait ends: with the result, with `WorkerError` when a worker raises or its process dies, with `WorkerTimeout` that
-says who is late. In the first two cases the peers are killed, so that nobody stays in a collective.
+says who is late. In the first two cases the peers are killed, so that nobody stays in a collective. Where the ranks do
+not depend on each other a dead one can be spared (`Pending.outcomes`) and replaced (`WorkerGroup.respawn`).
 
 This module imports no torch: a host sets its environment (threads, GPUs) before the first import that needs it.
 """
@@ -22,16 +23,18 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+import psutil
 import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_lite.distributed import cluster
+from verl_lite.distributed.deaths import ProcessDied, blame_memory, end_of_file, last_lines, oom_kills
 from verl_lite.distributed.placement import ResourcePool, Slot, replica_slots
 from verl_lite.distributed.process_group import RankContext, bind_listener, init_process_group
 
@@ -43,7 +46,8 @@ P = ParamSpec("P")
 
 POLL_S = 1.0  # between two looks at whether Ray itself is alive
 PEERS_S = 3.0  # how long the other ranks may add their own errors to the first one
-LOG_LINES = 20
+# A worker that keeps a limit itself says more about what is late, so the driver waits a little longer than it.
+MARGIN, MAX_MARGIN_S = 0.05, 10.0
 
 _phase: ContextVar[str] = ContextVar("phase", default="")
 
@@ -59,10 +63,16 @@ def phase(name: str) -> Iterator[None]:
 
 
 class WorkerError(RuntimeError):
-    """A worker raised or died. `details` holds the worker's own traceback, or the last lines of its log."""
+    """A worker raised or died. `details` holds the worker's own traceback and the last lines of its log.
 
-    def __init__(self, what: str, *, role: str, rank: int, node: str, pid: int, phase: str, details: str) -> None:
+    `died`: its process, or one that it cannot do without, has ended.
+    """
+
+    def __init__(
+        self, what: str, *, role: str, rank: int, node: str, pid: int, phase: str, details: str, died: bool = False
+    ) -> None:
         self.role, self.rank, self.node, self.pid, self.phase, self.details = role, rank, node, pid, phase, details
+        self.died = died
         super().__init__(f"{role} rank {rank} {what} in {phase} (node {node}, pid {pid})\n{details}".rstrip())
 
 
@@ -99,6 +109,8 @@ class _Failure:
     kind: str
     message: str
     traceback: str
+    died: bool = False  # of a `ProcessDied`
+    echo: str = ""  # and its
 
     @property
     def lost_a_peer(self) -> bool:
@@ -180,19 +192,25 @@ class _Host:
             text = "".join(traceback.format_exception(type(error), error, frames))
             print(text, file=sys.stderr, flush=True)
             failure = _Failure(type(error).__name__, str(error), text)
+            if isinstance(error, ProcessDied):
+                failure = replace(failure, died=True, echo=error.echo)
             if starting:
                 self.failed = failure
             return failure
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Member:
     """A host as the driver knows it."""
 
-    actor: Any
-    rank: int
+    create: Callable[[], Any]  # starts its actor
+    context: RankContext
     node: str
     log_path: Path | None
+    pid: int = 0
+
+    def __post_init__(self) -> None:
+        self.actor = self.create()
 
 
 class _Hosts:
@@ -203,33 +221,44 @@ class _Hosts:
         self.members = members
         self.limits = limits
         self.collective = collective
-        self.deadline = time.monotonic() + limits.start_s
-        self.identities = [member.actor.pid.remote() for member in members]
-        self.starting: list[tuple[str, str, list[Any]]] = []  # (role, phase, a reference per rank) not yet waited for
-        self.pids = [0] * len(members)
+        self.oom_kills = oom_kills()
+        self.starting: list[tuple[str, str, dict[int, Any]]] = []  # (role, phase, reference by rank) not yet waited for
+        self.begin_start(range(len(members)))
 
-    def begin(self, role: str, what: str, references: list[Any]) -> None:
+    def begin_start(self, ranks: Sequence[int]) -> None:
+        self.deadline = time.monotonic() + self.limits.start_s
+        self.identities = {rank: self.members[rank].actor.pid.remote() for rank in ranks}
+
+    def begin(self, role: str, what: str, references: dict[int, Any]) -> None:
         """Note a step of the start; `wait_ready` waits for it."""
         self.starting.append((role, what, references))
 
     def wait_ready(self) -> None:
         """Wait until every worker is built."""
         if self.identities:
-            self.pids = self.gather(self.name, self.identities, "start the processes", starting=True)
-            self.identities = []
+            for rank, pid in self.gather(self.name, self.identities, "start the processes", starting=True).items():
+                self.members[rank].pid = pid
+            self.identities = {}
         while self.starting:
             role, what, references = self.starting[0]
             self.gather(role, references, what, starting=True)
             del self.starting[0]
 
-    def gather(self, role: str, references: Sequence[Any], what: str, *, starting: bool = False) -> list[Any]:
-        """The results in order of `references` (one per rank), or the error that explains why there are none."""
+    def gather(
+        self, role: str, references: Mapping[int, Any], what: str, *, starting: bool = False, spared: int = 0
+    ) -> dict[int, Any]:
+        """The ranks' results, or the error that explains why there are none.
+
+        Up to `spared` deaths do not end the wait for the others: such a rank's result is its `WorkerError`.
+        """
         limit_s = self.limits.start_s if starting else self.limits.step_s
         deadline = self.deadline if starting else time.monotonic() + limit_s
-        rank_of = {reference: rank for rank, reference in enumerate(references)}
+        deadline += min(MARGIN * limit_s, MAX_MARGIN_S)
+        rank_of = {reference: rank for rank, reference in references.items()}
         results: dict[int, Any] = {}
         failures: dict[int, _Failure | RayError] = {}
-        waiting = list(references)
+        fatal = False
+        waiting = list(rank_of)
         while waiting:
             cluster.check_alive(f"{role}: {what}")
             timeout_s = min(POLL_S, deadline - time.monotonic())
@@ -244,20 +273,23 @@ class _Hosts:
                     continue
                 except RayError as lost:
                     result = lost
-                if isinstance(result, (_Failure, RayError)):
-                    if not failures:
-                        deadline = min(deadline, time.monotonic() + (PEERS_S if self.collective else 0))
-                    failures[rank_of[reference]] = result
-                else:
+                if not isinstance(result, (_Failure, RayError)):
                     results[rank_of[reference]] = result
-        if failures:
+                    continue
+                failures[rank_of[reference]] = result
+                if not fatal and not (_is_death(result) and len(failures) <= spared):
+                    fatal = True
+                    deadline = min(deadline, time.monotonic() + (PEERS_S if self.collective else 0))
+        if fatal:
             self.kill(None if self.collective else list(failures))
             raise self._error(role, failures, what)
         if waiting:
-            error = self._timeout(role, [rank_of[reference] for reference in waiting], what, limit_s, starting)
+            error = self._timeout(role, references, [rank_of[reference] for reference in waiting], what, starting)
             self.kill()
             raise error
-        return [results[rank] for rank in range(len(references))]
+        self.kill(list(failures))
+        results |= {rank: self._error(role, {rank: failure}, what) for rank, failure in failures.items()}
+        return {rank: results[rank] for rank in references}
 
     def kill(self, ranks: Sequence[int] | None = None) -> None:
         """End the hosts at once (None: all of them)."""
@@ -272,69 +304,104 @@ class _Hosts:
         rank = min(failures, key=blame)
         failure = failures[rank]
         others = sorted(set(failures) - {rank})
-        if isinstance(failure, _Failure):
+        member = self.members[rank]
+        if isinstance(failure, _Failure) and not failure.died:
             happened = f"raised {failure.kind}"
-            details = failure.traceback
+            details = [failure.traceback, self._log_tail(rank, failure.traceback)]
+        elif isinstance(failure, _Failure):
+            happened = "lost its process"
+            details = [failure.message, self._log_tail(rank, failure.echo, failure.traceback)]
         else:
             happened = "died" if isinstance(failure, RayActorError) else f"was lost to {type(failure).__name__}"
             reason = str(failure).partition(" Some common causes")[0]  # advice about `ray stop` and other clusters
-            reason = "\n".join(line for line in reason.splitlines() if not line.startswith("\t"))
-            details = f"{reason}\n{self._log_tail(rank)}"
+            lines = [line for line in reason.splitlines() if not line.startswith("\t")]  # ids of Ray
+            details = [lines[-1], self._log_tail(rank)]
+            if member.node in cluster.own_addresses():
+                memory = blame_memory(self.oom_kills)
+                details.insert(0, f"its process was killed, or crashed if its log says so; {memory}")
         if others:
-            details = f"{details.rstrip()}\n(rank {', '.join(map(str, others))} failed too)"
-        return WorkerError(happened, details=details, **self._who(role, rank, what))
+            details.append(f"(rank {', '.join(map(str, others))} failed too)")
+        text = "\n".join(part.rstrip() for part in details if part)
+        return WorkerError(happened, details=text, died=_is_death(failure), **self._who(role, rank, what))
 
-    def _timeout(self, role: str, late: list[int], what: str, limit_s: float, starting: bool) -> WorkerTimeout:
-        key = "trainer.start_timeout_s" if starting else "trainer.step_timeout_s"
+    def _timeout(
+        self, role: str, references: Mapping[int, Any], late: list[int], what: str, starting: bool
+    ) -> WorkerTimeout:
+        limit = f"trainer.start_timeout_s={self.limits.start_s:g}"
+        if not starting:
+            limit = f"trainer.step_timeout_s={self.limits.step_s:g}"
         late.sort()
-        done = [rank for rank in range(len(self.members)) if rank not in late]
-        with contextlib.suppress(OSError):
-            if self.pids[late[0]] and self.members[late[0]].node in cluster.own_addresses():
-                os.kill(self.pids[late[0]], signal.SIGUSR1)  # it writes its stack to its log
+        done = sorted(set(references) - set(late))
+        member = self.members[late[0]]
+        state = ""
+        with contextlib.suppress(OSError, psutil.Error):
+            if member.pid and member.node in cluster.own_addresses():
+                if psutil.Process(member.pid).status() == psutil.STATUS_STOPPED:
+                    state = " (its process is stopped, as by SIGSTOP)"
+                os.kill(member.pid, signal.SIGUSR1)  # it writes its stack to its log
                 time.sleep(0.5)
-        details = f"late: rank {', '.join(map(str, late))}; done: {', '.join(map(str, done)) or 'none'}\n"
+        details = f"late: rank {', '.join(map(str, late))}{state}; done: {', '.join(map(str, done)) or 'none'}\n"
         return WorkerTimeout(
-            f"did not finish within {key}={limit_s:g} s",
+            f"did not finish within {limit} s",
             details=details + self._log_tail(late[0]),
             **self._who(role, late[0], what),
         )
 
     def _who(self, role: str, rank: int, what: str) -> dict[str, Any]:
         member = self.members[rank]
-        return {"role": role, "rank": rank, "node": member.node, "pid": self.pids[rank], "phase": what}
+        return {"role": role, "rank": rank, "node": member.node, "pid": member.pid, "phase": what}
 
-    def _log_tail(self, rank: int) -> str:
+    def _log_tail(self, rank: int, *known: str) -> str:
+        """The last lines of a rank's log, up to the first of these texts that it has, which is known already."""
         path = self.members[rank].log_path
-        if path is None or not path.is_file():
-            return f"(its log is {path} on its node)" if path is not None else ""
-        lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return "\n".join([f"last lines of {path}:", *(f"  {line}" for line in lines)])
+        if path is None:
+            return ""
+        if not path.is_file():
+            return f"(its log is {path} on its node)"
+        text = end_of_file(path)
+        cut = next((text.rindex(part) for part in known if part and part in text), len(text) + 1)
+        lines = last_lines(text[: text.rfind("\n", 0, cut) + 1] if cut <= len(text) else text)
+        return "\n".join([f"last lines of {path}:", *(f"  {line}" for line in lines)]) if lines else ""
+
+
+def _is_death(failure: _Failure | RayError) -> bool:
+    return failure.died if isinstance(failure, _Failure) else isinstance(failure, RayActorError)
 
 
 class Pending(Generic[R]):
     """A call under way."""
 
-    def __init__(self, hosts: _Hosts, role: str, references: list[Any], what: str, every: int) -> None:
+    def __init__(self, hosts: _Hosts, role: str, references: dict[int, Any], what: str, every: int) -> None:
         self._hosts, self._role, self._references, self._what, self._every = hosts, role, references, what, every
 
     def result(self) -> list[R]:
         """Wait for it: one result per rank for `call`, one per data-parallel rank for `map`."""
-        return self._hosts.gather(self._role, self._references, self._what)[:: self._every]
+        return [value for value in self.outcomes(0) if not isinstance(value, WorkerError)]
+
+    def outcomes(self, spared: int) -> list[R | WorkerError]:
+        """`result`, but up to `spared` ranks may die: theirs is the error, and the others are waited for."""
+        results = self._hosts.gather(self._role, self._references, self._what, spared=spared)
+        return list(results.values())[:: self._every]
 
 
 class WorkerGroup(Generic[W]):
     """The workers of one role, one per rank. Made by `spawn` and `spawn_rollout`."""
 
-    def __init__(self, hosts: _Hosts, role: str, spec: RoleSpec[W]) -> None:
+    def __init__(self, hosts: _Hosts, role: str, spec: RoleSpec[W], ranks: Sequence[int] | None = None) -> None:
         self._hosts, self.role, self._spec = hosts, role, spec
+        self._ranks = range(len(hosts.members)) if ranks is None else ranks
 
     @property
     def world_size(self) -> int:
-        return len(self._hosts.members)
+        return len(self._ranks)
 
     @property
     def dp_size(self) -> int:
         return self.world_size // self._spec.sequence_parallel_size
+
+    def only(self, ranks: Sequence[int]) -> WorkerGroup[W]:
+        """A view on some of the ranks; of no use where a call is a collective."""
+        return WorkerGroup(self._hosts, self.role, self._spec, ranks)
 
     def wait_ready(self) -> None:
         """Wait until the workers are built; the first call does so too."""
@@ -346,7 +413,17 @@ class WorkerGroup(Generic[W]):
         Returns at once; the next call waits.
         """
         self._hosts.deadline = time.monotonic() + self._hosts.limits.start_s
-        _start_workers(self._hosts, self.role, RoleSpec(self._spec.cls, kwargs))
+        _start_workers(self._hosts, self.role, RoleSpec(self._spec.cls, kwargs), self._ranks)
+
+    def respawn(self) -> None:
+        """End the processes of these ranks and start new ones in their place. Returns at once; the next call waits."""
+        assert not self._hosts.collective, "a process group cannot take a new rank in"
+        self._hosts.kill(self._ranks)
+        for rank in self._ranks:
+            self._hosts.members[rank].actor = self._hosts.members[rank].create()
+        self._hosts.begin_start(self._ranks)
+        _set_contexts(self._hosts, self._ranks)
+        _start_workers(self._hosts, self.role, self._spec, self._ranks)
 
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run `method` on every rank with the same arguments; one result per rank."""
@@ -374,8 +451,8 @@ class WorkerGroup(Generic[W]):
 
     def close(self, method: Callable[[W], Any] | None = None, timeout_s: float = 15.0) -> None:
         """Let every rank run `method` for at most `timeout_s`, then end the processes (of all roles they hold)."""
-        if method is not None:
-            references = self._start(method, [()] * self.world_size, {}, every=1)._references
+        if method is not None and not self._hosts.starting:
+            references = list(self._start(method, [()] * self.world_size, {}, every=1)._references.values())
             _, late = ray.wait(references, num_returns=len(references), timeout=timeout_s, fetch_local=False)
             if late:
                 logger.warning(
@@ -392,12 +469,12 @@ class WorkerGroup(Generic[W]):
         self.wait_ready()
         what = _phase.get() or method.__qualname__
         shared = _put_shared([*arguments, *([tuple(same.values())] * self.world_size)])
-        references = [
-            member.actor.run.remote(
+        references = {
+            rank: self._hosts.members[rank].actor.run.remote(
                 self.role, name, tuple(same), *(shared.get(id(value), value) for value in (*positional, *same.values()))
             )
-            for member, positional in zip(self._hosts.members, arguments, strict=True)
-        ]
+            for rank, positional in zip(self._ranks, arguments, strict=True)
+        }
         return Pending(self._hosts, self.role, references, what, every)
 
 
@@ -434,23 +511,20 @@ def spawn(
             "num_gpus": 1 if pool.device == "cuda" else 0,
             "scheduling_strategy": slot.strategy,
         }
-        host = f"{name}_rank{slot.index}"
-        members.append(_start_host(slot, slot.index, host, options, {}, slot.slots_on_node, log_dir))
+        context = RankContext(slot.index, len(pool.slots), slot.local_index, slot.slots_on_node, pool.device)
+        members.append(_member(slot, context, f"{name}_rank{slot.index}", options, {}, log_dir))
     hosts = _Hosts(name, members, limits, collective=True)
-    contexts = [
-        RankContext(slot.index, len(members), slot.local_index, slot.slots_on_node, pool.device) for slot in pool.slots
-    ]
     one_node = len({slot.node_id for slot in pool.slots}) == 1
     if process_group:
         address = "127.0.0.1" if one_node else pool.slots[0].node_address
         meeting_point = members[0].actor.listen.remote(address)
-        joining = [
-            member.actor.join.remote(context, meeting_point, limits.collective_s)
-            for member, context in zip(members, contexts, strict=True)
-        ]
+        joining = {
+            rank: member.actor.join.remote(member.context, meeting_point, limits.collective_s)
+            for rank, member in enumerate(members)
+        }
         hosts.begin(name, "form the process group", joining)
     else:
-        _set_contexts(hosts, contexts)
+        _set_contexts(hosts, range(len(members)))
     return {role: _build(hosts, role, spec) for role, spec in roles.items()}
 
 
@@ -471,7 +545,7 @@ def spawn_rollout(
     """
     replicas = replica_slots(pool.slots, tensor_parallel_size, num_replicas)
     nodes = [slots[0].node_id for slots in replicas]
-    members, contexts = [], []
+    members = []
     for rank, slots in enumerate(replicas):
         on_node = nodes.count(nodes[rank])
         gpus = ",".join(gpu for slot in slots for gpu in slot.gpu_ids)
@@ -481,35 +555,33 @@ def spawn_rollout(
             "num_gpus": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(nodes[rank], soft=False),
         }
-        members.append(_start_host(slots[0], rank, f"{name}_rank{rank}", options, env, on_node, log_dir))
-        contexts.append(RankContext(rank, len(replicas), nodes[:rank].count(nodes[rank]), on_node, pool.device))
+        context = RankContext(rank, len(replicas), nodes[:rank].count(nodes[rank]), on_node, pool.device)
+        members.append(_member(slots[0], context, f"{name}_rank{rank}", options, env, log_dir))
     hosts = _Hosts(name, members, limits, collective=False)
-    _set_contexts(hosts, contexts)
+    _set_contexts(hosts, range(len(members)))
     return _build(hosts, name, spec)
 
 
-def _start_host(
+def _member(
     slot: Slot,
-    rank: int,
+    context: RankContext,
     name: str,
     options: Mapping[str, Any],
     env: Mapping[str, str],
-    sharers: int,
     log_dir: str | Path | None,
 ) -> _Member:
     log_path = None if log_dir is None else Path(log_dir).absolute() / f"{name}.log"
-    actor = (
-        ray.remote(_Host)
-        .options(max_restarts=0, max_task_retries=0, **options)
-        .remote(dict(env), sharers, None if log_path is None else str(log_path))
-    )
-    return _Member(actor, rank, slot.node_address, log_path)
+
+    def create() -> Any:
+        host = ray.remote(_Host).options(max_restarts=0, max_task_retries=0, **options)
+        return host.remote(dict(env), context.local_world_size, None if log_path is None else str(log_path))
+
+    return _Member(create, context, slot.node_address, log_path)
 
 
-def _set_contexts(hosts: _Hosts, contexts: list[RankContext]) -> None:
-    setting = [
-        member.actor.set_context.remote(context) for member, context in zip(hosts.members, contexts, strict=True)
-    ]
+def _set_contexts(hosts: _Hosts, ranks: Sequence[int]) -> None:
+    members = hosts.members
+    setting = {rank: members[rank].actor.set_context.remote(members[rank].context) for rank in ranks}
     hosts.begin(hosts.name, "start the processes", setting)
 
 
@@ -518,10 +590,10 @@ def _build(hosts: _Hosts, role: str, spec: RoleSpec[W]) -> WorkerGroup[W]:
         raise ValueError(
             f"{role}: sequence_parallel_size={spec.sequence_parallel_size} does not divide {len(hosts.members)} ranks"
         )
-    _start_workers(hosts, role, spec)
+    _start_workers(hosts, role, spec, range(len(hosts.members)))
     return WorkerGroup(hosts, role, spec)
 
 
-def _start_workers(hosts: _Hosts, role: str, spec: RoleSpec[Any]) -> None:
+def _start_workers(hosts: _Hosts, role: str, spec: RoleSpec[Any], ranks: Sequence[int]) -> None:
     pickled = ray.put(cloudpickle.dumps((spec.cls, dict(spec.kwargs))))
-    hosts.begin(role, "start", [member.actor.build.remote(role, pickled) for member in hosts.members])
+    hosts.begin(role, "start", {rank: hosts.members[rank].actor.build.remote(role, pickled) for rank in ranks})

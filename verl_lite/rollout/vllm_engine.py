@@ -10,14 +10,18 @@ import difflib
 import itertools
 import logging
 import os
+import re
 import threading
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
+from verl_lite.distributed.deaths import ProcessDied, describe_exit, oom_kills
 from verl_lite.distributed.watchdog import shared_memory_of
 from verl_lite.rollout.engine import (
     Completion,
@@ -33,6 +37,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BACKENDS = {"shm": "verl_lite_shm", "ipc": "verl_lite_ipc", "nccl": "nccl"}
+_POLL_S = 0.5  # between two looks at whether the engine's process is alive: vLLM's control calls do not notice
+_ECHO = "engine core exited unexpectedly"  # the first of many lines with which vLLM's client takes itself down
 _CPU_BLOCK_TOKENS = 32  # the kernels want a multiple of 32; small blocks share short prompts and waste less
 
 
@@ -44,10 +50,22 @@ class VllmEngine:
         self.weight_version: int | None = None
         self._next_part = 0
         self._request_ids = itertools.count()
+        self._oom_kills = oom_kills()
+        self._cores: list[Any] = []  # the engine's processes
+        self._segments: set[Path] = set()  # what they hold in shared memory
         os.environ.update(_environment(settings))
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm-client").start()
-        self._llm: Any = self._run(self._start(), settings.start_timeout_s, "start the engine")
+        try:
+            self._llm: Any = self._run(self._start(), settings.start_timeout_s, "start the engine")
+        except RuntimeError as error:
+            code = re.search(r"Failed core proc.*: (-?\d+)\}", str(error))
+            if code is None:
+                raise
+            ending = describe_exit(int(code[1]), self._oom_kills)
+            raise ProcessDied(f"while vLLM started, its engine process {ending}") from None
+        self._cores = list(self._llm.engine_core.resources.engine_manager.processes)
+        self._segments = _shared_memory()
 
     async def _start(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -149,22 +167,54 @@ class VllmEngine:
             self._llm.shutdown(timeout=0)  # nothing to save; the polite way takes 5 s
             self._llm = None
 
-        children = psutil.Process().children(recursive=True)
-        segments = shared_memory_of([os.getpid(), *(child.pid for child in children)])
+        self._cores = []  # they are about to end
+        segments = self._segments | _shared_memory()
         self._run(stop(), 60, "shut down")
-        for segment in segments:
-            segment.unlink(missing_ok=True)
+        _remove(segments)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run(self, call: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        deadline = time.monotonic() + timeout_s
         try:
-            return future.result(timeout_s)
-        except FutureTimeout:
-            future.cancel()
-            raise TimeoutError(f"vLLM did not {what} within {timeout_s:g} s") from None
+            while True:
+                try:
+                    return future.result(max(0.0, min(_POLL_S, deadline - time.monotonic())))
+                except FutureTimeout:
+                    if future.done():  # the call's own
+                        raise
+                self._check_alive()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"vLLM did not {what} within {timeout_s:g} s")
         except BaseExceptionGroup as group:
+            self._check_alive(group.exceptions[0])
             raise group.exceptions[0] from group
+        except Exception as error:
+            self._check_alive(error)
+            raise
+        finally:
+            future.cancel()
+
+    def _check_alive(self, error: BaseException | None = None) -> None:
+        """Raise `ProcessDied` if the engine's process has ended, which may have caused `error`."""
+        if self._cores and type(error).__name__ == "EngineDeadError":
+            self._cores[0].join(5)  # it says so before it ends
+        for core in self._cores:
+            if core.exitcode is not None:
+                _remove(self._segments)
+                ending = describe_exit(core.exitcode, self._oom_kills)
+                raise ProcessDied(f"vLLM's engine process (pid {core.pid}) {ending}", _ECHO) from None
+
+
+def _shared_memory() -> set[Path]:
+    """What this process and its children hold."""
+    children = psutil.Process().children(recursive=True)
+    return shared_memory_of([os.getpid(), *(child.pid for child in children)])
+
+
+def _remove(segments: set[Path]) -> None:
+    for segment in segments:
+        segment.unlink(missing_ok=True)
 
 
 def core_lists(allowed: Sequence[int], local_replica: int, local_replicas: int, tensor_parallel_size: int) -> str:

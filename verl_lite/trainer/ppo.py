@@ -25,6 +25,8 @@ from verl_lite.algorithms.lr_schedule import learning_rate
 from verl_lite.batching import BatchPlan, PassPlan, UpdatePlan
 from verl_lite.config import Config, OptimConfig, redacted, show
 from verl_lite.data.sampler import validation_batches
+from verl_lite.distributed.cluster import object_store_used_bytes
+from verl_lite.distributed.memory import own_memory_bytes
 from verl_lite.distributed.placement import ResourcePool
 from verl_lite.distributed.worker_group import WorkerGroup, phase
 from verl_lite.plugins import pick_options, resolve
@@ -43,13 +45,14 @@ from verl_lite.trainer.metrics import (
     compute_timing_metrics,
     validation_metrics,
 )
+from verl_lite.trainer.nonfinite import describe_first_skipped
 from verl_lite.trainer.samples import Sample, read_samples, write_samples
 from verl_lite.trainer.setup import TrainingData, Workers, make_sampler, reward_function, start_workers
 from verl_lite.workers.actor import ActorWorker
 from verl_lite.workers.critic import CriticWorker
 from verl_lite.workers.ref import RefWorker
 from verl_lite.workers.reward_model import RewardModelWorker
-from verl_lite.workers.rollout import Purpose, RolloutWorker, join_batches
+from verl_lite.workers.rollout import Purpose, join_batches
 from verl_lite.workers.update import MiniBatchResult, UpdateSummary, summarise_updates
 
 logger = logging.getLogger(__name__)
@@ -99,7 +102,7 @@ def run(
         logger.info(
             "ready after %.0f s: %s on %s, %s", time.monotonic() - started, ", ".join(roles),
             count(workers.actor.world_size, "rank"),
-            count(workers.rollout.world_size, f"{config.actor_rollout_ref.rollout.name} engine"),
+            count(workers.rollout.count, f"{config.actor_rollout_ref.rollout.name} engine"),
         )  # fmt: skip
         tracking = Tracking(
             trainer.logger,
@@ -144,6 +147,7 @@ class PPOTrainer:
         )
         self.global_step = 0  # the training step being made
         self.skipped_in_a_row = {"actor": 0, "critic": 0}
+        self.first_skipped = ""  # what is known of the first update of the run that was skipped
         self.timing: dict[str, float] = {}
         self.rollouts: list[Sample] = []  # the step's responses, where they are written
         self.validations: dict[str, list[tuple[float, int]]] = {}  # per core metric: (value, step)
@@ -189,7 +193,7 @@ class PPOTrainer:
         if self.needs_baseline:
             with self.timed("baseline"):
                 batch = self.add_baseline(batch)
-        workers.rollout.call(RolloutWorker.sleep)  # the GPU's memory is the training's now; the new weights wake it
+        workers.rollout.sleep()  # the GPU's memory is the training's now; the new weights wake it
         with self.timed("old_log_prob"):
             batch = forward(workers.actor, ActorWorker.compute_log_probs, batch, plan.forward_pass("old_log_probs"))
         if workers.ref is not None:
@@ -206,11 +210,13 @@ class PPOTrainer:
             with self.timed("update_critic"):
                 rate = self.learning_rate(self.config.critic.optim)
                 results = update(workers.critic, CriticWorker.update, batch, plan.critic, lr=rate, seed=seed)
+            self.look_at_skipped("critic", results, batch, plan.critic, seed)
             metrics |= self.account("critic", results, rate)
         if self.global_step > self.config.trainer.critic_warmup:
             with self.timed("update_actor"):
                 rate = self.learning_rate(self.config.actor_rollout_ref.actor.optim)
                 results = update(workers.actor, ActorWorker.update, batch, plan.actor, lr=rate, seed=seed)
+            self.look_at_skipped("actor", results, batch, plan.actor, seed)
             metrics |= self.account("actor", results, rate)
             with self.timed("update_weights"):
                 self.send_weights()
@@ -222,7 +228,7 @@ class PPOTrainer:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Take over where the checkpoint stands, and hand its weights to the engines."""
         workers, state = self.workers, checkpoint.state
-        workers.rollout.call(RolloutWorker.sleep)
+        workers.rollout.sleep()
         workers.actor.call(ActorWorker.load_checkpoint, str(checkpoint.folder / "actor"))
         if workers.critic is not None:
             workers.critic.call(CriticWorker.load_checkpoint, str(checkpoint.folder / "critic"))
@@ -339,9 +345,7 @@ class PPOTrainer:
 
     def generate(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
         """Every prompt with its responses, prompt after prompt; the engines share the prompts."""
-        rollout = self.workers.rollout
-        shards = prompts.chunk(rollout.dp_size)
-        parts = rollout.map(RolloutWorker.generate, shards, purpose=purpose, step=self.global_step)
+        parts = self.workers.rollout.generate(prompts, purpose=purpose, step=self.global_step)
         return join_batches(parts, pad_token_id=self.data.tokenizer.pad_token_id)
 
     def score(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
@@ -441,17 +445,8 @@ class PPOTrainer:
         return with_tensors(batch, **added), metrics
 
     def send_weights(self) -> None:
-        """Hand the actor's weights to the engines, part by part; they answer with the version they hold."""
-        actor, rollout = self.workers.actor, self.workers.rollout
-        rollout.call(RolloutWorker.wake_up, "weights")
-        part, versions = actor.call(ActorWorker.publish_weights, self.global_step)[0], []
-        while part is not None:
-            receiving = rollout.start_call(RolloutWorker.update_weights, part)
-            part = actor.call(ActorWorker.next_weights)[0]
-            versions = receiving.result()
-        actor.call(ActorWorker.release_weights)
-        rollout.call(RolloutWorker.wake_up, "kv_cache")
-        assert set(versions) == {self.global_step}, f"engines hold versions {versions}, not {self.global_step}"
+        """Wake the engines with the actor's weights."""
+        self.workers.rollout.send_weights(self.global_step)
 
     def account(self, role: str, results: list[list[list[MiniBatchResult]]], rate: float) -> dict[str, float]:
         """The metrics of an update, after making sure that it made the steps the plan says."""
@@ -479,15 +474,36 @@ class PPOTrainer:
             "training/empty_steps": summary.empty,
         }
 
+    def look_at_skipped(
+        self, role: str, results: list[list[list[MiniBatchResult]]], batch: DataProto, plan: UpdatePlan, seed: int
+    ) -> None:
+        """Warn of the first update of the run that was skipped, and write its rows down."""
+        if self.first_skipped:
+            return
+        path = Path(self.config.trainer.run_dir) / "nonfinite" / f"step_{self.global_step}_{role}"
+        schedules = plan.schedules(row_lengths(batch), seed)
+        try:
+            what = describe_first_skipped(results, schedules, batch, path, self.data.tokenizer)
+        except OSError as error:  # a full disk: what is written helps, the run doesn't need it
+            what = f"its rows cannot be written to {path}.jsonl: {error}"
+        if what is not None:
+            self.first_skipped = f"step {self.global_step}, {role}: {what}"
+            logger.warning("an update was skipped: %s (of later ones only the number is kept)", self.first_skipped)
+
     def _stop_if_skipping(self, role: str, summary: UpdateSummary, plan: UpdatePlan) -> None:
         limit = self.config.trainer.max_skipped_steps
         for index in range(plan.optimizer_steps):
             self.skipped_in_a_row[role] = self.skipped_in_a_row[role] + 1 if index in summary.skipped else 0
             if self.skipped_in_a_row[role] > limit:
+                actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
+                rate, dtype = f"critic.optim.lr={critic.optim.lr:g}", f"critic.fsdp.dtype={critic.fsdp.dtype}"
+                if role == "actor":
+                    rate = f"actor_rollout_ref.actor.optim.lr={actor.optim.lr:g}"
+                    dtype = f"actor_rollout_ref.actor.fsdp_config.dtype={actor.fsdp_config.dtype}"
                 raise RuntimeError(
-                    f"step {self.global_step}: more than trainer.max_skipped_steps={limit} {role} updates in a row "
-                    "had a gradient that is not finite; look at the rewards and at actor/grad_norm of the steps "
-                    "before, lower the learning rate, or compute in a wider dtype"
+                    f"step {self.global_step}: more than trainer.max_skipped_steps={limit} {role} updates in a row had "
+                    f"a loss or gradient that is not finite. The first: {self.first_skipped}. Look at the rewards and "
+                    f"at {role}/grad_norm of the steps before; lower {rate}, or compute in a wider dtype than {dtype}"
                 )
 
     def describe(self, batch: DataProto) -> dict[str, float]:
@@ -504,6 +520,8 @@ class PPOTrainer:
             **compute_timing_metrics(timing, batch),
             **compute_throughput_metrics(batch, step_s=timing["step"], num_slots=self.config.num_slots),
             **compute_memory_metrics(),
+            **self.own_memory(),
+            "rollout/restarts": self.workers.rollout.restarts,
             **self.peak_memory(),
             **self.model_flops_utilisation(lengths, timing),
         }
@@ -522,6 +540,16 @@ class PPOTrainer:
             num_gpus=self.config.num_slots,
             device_name=self.workers.actor.call(ActorWorker.device_name)[0],
         )
+
+    def own_memory(self) -> dict[str, float]:
+        """perf/{driver, worker, rollout}_memory_gb and perf/object_store_used_gb, as they are between two steps."""
+        held = {
+            "driver_memory": own_memory_bytes(children=False),  # the embedded Ray's processes are its children
+            "worker_memory": max(self.workers.actor.call(ActorWorker.own_memory)),
+            "rollout_memory": max(self.workers.rollout.own_memory()),
+            "object_store_used": object_store_used_bytes(),
+        }
+        return {f"perf/{name}_gb": size / 2**30 for name, size in held.items()}
 
     def peak_memory(self) -> dict[str, float]:
         """perf/max_memory_allocated_gb (GPU) or perf/max_memory_rss_gb (CPU): of the fullest rank, by phase too."""

@@ -27,6 +27,7 @@ from verl_lite.rewards.worker import RewardFunction
 from verl_lite.rollout.engine import model_problems
 from verl_lite.rollout.weight_transfer import transfer_backend
 from verl_lite.trainer.checkpoints import Checkpoint, find_checkpoint
+from verl_lite.trainer.engines import Engines
 from verl_lite.workers.actor import ActorWorker
 from verl_lite.workers.critic import CriticWorker
 from verl_lite.workers.ref import RefWorker
@@ -50,7 +51,7 @@ class TrainingData:
 class Workers:
     """The worker groups of a run; `ref`, `critic` and `reward_model` exist where the config needs them."""
 
-    rollout: WorkerGroup[RolloutWorker]
+    rollout: Engines
     actor: WorkerGroup[ActorWorker]
     ref: WorkerGroup[RefWorker] | None
     critic: WorkerGroup[CriticWorker] | None
@@ -58,12 +59,12 @@ class Workers:
 
     def wake_engines(self) -> None:
         """Make the engines ready to generate with the weights they have."""
-        self.rollout.call(RolloutWorker.wake_up, "weights")
-        self.rollout.call(RolloutWorker.wake_up, "kv_cache")
+        self.rollout.wake("weights")
+        self.rollout.wake("kv_cache")
 
     def close(self) -> None:
         """End the engines and the training processes."""
-        self.rollout.close(RolloutWorker.shutdown)
+        self.rollout.close()
         self.actor.close(ActorWorker.close_transfer)  # the other roles live in the same processes
 
 
@@ -253,7 +254,8 @@ def start_workers(config: Config, data: TrainingData, pool: ResourcePool, log_di
     groups = spawn(pool, training_roles(config, vocab_size), limits=limits, log_dir=log_dir)
     groups["actor"].wait_ready()
     rollout.wait_ready()
-    workers = Workers(rollout, groups["actor"], groups.get("ref"), groups.get("critic"), groups.get("reward_model"))
+    engines = Engines(rollout, groups["actor"], max_restarts=max_restarts(config))
+    workers = Workers(engines, groups["actor"], groups.get("ref"), groups.get("critic"), groups.get("reward_model"))
     open_transfer(config, workers, master_address=pool.slots[0].node_address)
     workers.wake_engines()
     return workers
@@ -276,12 +278,23 @@ def training_roles(config: Config, vocab_size: int) -> dict[str, RoleSpec[Any]]:
     return roles
 
 
+def backend_of_transfer(config: Config) -> str:
+    rollout = config.actor_rollout_ref.rollout
+    return transfer_backend(rollout.name, config.trainer.device, colocated=rollout.nnodes == 0)
+
+
+def max_restarts(config: Config) -> int:
+    """How many dead engines may be replaced."""
+    # The group that nccl sends through would have to be left and made anew by the engines that live, in mid-update.
+    return 0 if backend_of_transfer(config) == "nccl" else config.trainer.max_rollout_restarts
+
+
 def open_transfer(config: Config, workers: Workers, *, master_address: str) -> None:
     """Set up the way of the weights from the actor to the engines."""
-    settings, actor, rollout = config.actor_rollout_ref.rollout, workers.actor, workers.rollout
+    settings, actor, rollout = config.actor_rollout_ref.rollout, workers.actor, workers.rollout.group
     connection = actor.call(
         ActorWorker.open_transfer,
-        transfer_backend(settings.name, config.trainer.device, colocated=settings.nnodes == 0),
+        backend_of_transfer(config),
         settings.dtype,
         checksums=settings.verify_weights,
         num_receivers=rollout.world_size * settings.tensor_model_parallel_size,

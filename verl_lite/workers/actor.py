@@ -17,6 +17,7 @@ from verl_lite.algorithms.policy_losses import PolicyLossInputs, row_keys, selec
 from verl_lite.batching import RankSchedule
 from verl_lite.config import ActorConfig, ModelConfig
 from verl_lite.distributed.checkpoint import load_engine, save_engine
+from verl_lite.distributed.memory import own_memory_bytes
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.models.forward import to_rows
 from verl_lite.plugins import pick_options, resolve
@@ -187,6 +188,10 @@ class ActorWorker:
     def pop_peak_memory(self) -> dict[str, int]:
         """Bytes of the phases since the last call."""
         return self.engine.pop_peak_memory()
+
+    def own_memory(self) -> int:
+        """Bytes of this process, all its roles."""
+        return own_memory_bytes(children=False)
 
     def close_transfer(self) -> None:
         """Give up what the transfer holds, such as its folder in shared memory."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from verl_lite.config import PolicyModelConfig, RolloutConfig, ValKwargs
+from verl_lite.distributed.memory import own_memory_bytes
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.plugins import resolve
 from verl_lite.protocol import DataProto
@@ -101,6 +102,10 @@ class RolloutWorker:
     def wake_up(self, part: str) -> None:
         """`part`: "weights" (before an update), then "kv_cache" (before generating)."""
         self._engine.wake_up(part, timeout_s=self._timeout_s)
+
+    def own_memory(self) -> int:
+        """Bytes of this process and its engine's."""
+        return own_memory_bytes(children=True)
 
     def shutdown(self) -> None:
         self._engine.shutdown()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl_lite.algorithms.aggregate import MiniBatchTotals, aggregate_loss
 from verl_lite.batching import RankSchedule
-from verl_lite.distributed.fsdp import StepOutcome
+from verl_lite.distributed.fsdp import NotFinite, StepOutcome
 from verl_lite.protocol import DataProto
 
 
@@ -40,13 +40,14 @@ class Shares:
 class MiniBatchResult:
     """What became of a mini-batch on this rank."""
 
-    outcome: Literal["done", "skipped", "empty"]  # skipped: a gradient was not finite; empty: no loss token
+    outcome: Literal["done", "skipped", "empty"]  # skipped: a loss or gradient was not finite; empty: no loss token
     grad_norm: float = 0.0
     shares: dict[str, float] = field(default_factory=dict)
+    not_finite: NotFinite | None = None  # of a skipped one, on this rank
 
     @classmethod
     def of(cls, step: StepOutcome, shares: Shares) -> MiniBatchResult:
-        return cls("done" if step.done else "skipped", step.grad_norm, dict(shares.sums))
+        return cls("done" if step.done else "skipped", step.grad_norm, dict(shares.sums), step.not_finite)
 
 
 @dataclass(frozen=True)
