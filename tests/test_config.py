@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from verl_lite import config as config_module
 from verl_lite.config import (
     Config,
-    check_files,
     flatten,
     leaf_keys,
     notices,
@@ -223,47 +221,6 @@ def test_redacted_hides_secrets_and_nothing_else() -> None:
     kwargs = tree["reward"]["custom_reward_function"]["reward_kwargs"]
     assert kwargs == {"api_key": "***", "token": "***", "max_tokens": 5}
     assert tree["data"]["prompt_key"] == "prompt"
-
-
-def test_check_files_says_what_is_not_set() -> None:
-    assert [problem.split()[0] for problem in check_files(resolved())] == [
-        "data.train_files",
-        "actor_rollout_ref.model.path",
-    ]
-
-
-def test_check_files_names_what_is_missing_and_what_is_there(tmp_path: Path) -> None:
-    (tmp_path / "train.parquet").touch()
-    (tmp_path / "model").mkdir()
-    reward = tmp_path / "reward.py"
-    reward.write_text("import math\ndef compute_scores(**kwargs): return 0.0\n")
-    problems = check_files(
-        resolved(
-            {
-                "data.train_files": [str(tmp_path / "trian.parquet")],
-                "actor_rollout_ref.model.path": str(tmp_path / "model"),
-                "reward.custom_reward_function.path": str(reward),
-                ACTOR + "policy_loss.loss_mode": f"{tmp_path}/loss.py:mine",
-            }
-        )
-    )
-    assert len(problems) == 4
-    assert "trian.parquet (there: train.parquet)" in problems[0]
-    assert "no config.json" in problems[1]
-    assert "defines compute_scores, but no compute_score" in problems[2]
-    assert "loss_mode: no such file" in problems[3]
-
-
-@pytest.mark.parametrize("source", ["def compute_score(): ...", "from os import *", "compute_score = len"])
-def test_check_files_accepts_a_function_however_it_is_defined(tmp_path: Path, source: str) -> None:
-    (tmp_path / "train.parquet").touch()
-    (tmp_path / "reward.py").write_text(source)
-    values = {
-        "data.train_files": [str(tmp_path / "train.parquet")],
-        "actor_rollout_ref.model.path": "owner/model",
-        "reward.custom_reward_function.path": str(tmp_path / "reward.py"),
-    }
-    assert check_files(resolved(values)) == []
 
 
 def test_loggers_are_those_that_tracking_knows() -> None:

@@ -234,7 +234,7 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
     ("SCHEDULES", TWO_RANKS, ["trainer.balance_batch=True"]),
     ("ENGINE", VLLM, [
         R + "tensor_model_parallel_size=2 trainer.n_gpus_per_node=2", R + "enforce_eager=False",
-        R + "max_model_len=20", R + "max_num_batched_tokens=100", R + "enable_prefix_caching=False",
+        R + "max_model_len=20", R + "max_num_batched_tokens=300", R + "enable_prefix_caching=False",
         R + "enable_chunked_prefill=False", R + "engine_kwargs.vllm.seed=3",
     ]),
     ("ENGINE", GPU, [R + "gpu_memory_utilization=0.3", R + "free_cache_engine=False"]),
@@ -339,7 +339,7 @@ class Workshop:
         patch.setattr(cli, "_load_recipe", lambda *args: recipe)  # takes a third of a run
         patch.setattr(setup, "spawn", self.spawn)
         patch.setattr(setup, "spawn_rollout", self.spawn_rollout)
-        patch.setattr(setup, "check_reward_function", lambda function: function.load())
+        patch.setattr(setup, "check_reward_function", lambda function, **_: function.load())
         patch.setattr(ppo, "RewardPool", self.reward_pool)
         patch.setattr(dataset, "encode_prompts", self.spy(dataset.encode_prompts))
         patch.setattr(fsdp, "fully_shard", self.spy(fsdp.fully_shard))

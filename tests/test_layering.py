@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "verl_lite"
 # A room may import itself and the rooms before it; leaves import no room.
 LEAVES = {"config", "protocol", "batching", "plugins", "tracking", "legacy_keys", "__init__"}
 ROOMS = ["algorithms", "models", "data", "rewards", "distributed", "rollout", "workers", "trainer"]
-ENTRY_POINTS = {"cli", "plan", "main_ppo"}
+ENTRY_POINTS = {"cli", "plan", "inputs", "main_ppo"}
 PEERS = {"algorithms", "models", "data", "rewards"}  # one layer: none of them imports another
 
 DOORS = {

@@ -25,8 +25,10 @@ MARK = "VERL_LITE_TEST"
 
 def arguments(folder: Path) -> list[str]:
     (folder / "model").mkdir(exist_ok=True)
-    (folder / "model" / "config.json").write_text("{}")
-    (folder / "train.jsonl").write_text('{"prompt": []}\n')
+    (folder / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "model" / "tokenizer.json").write_text("{}")
+    (folder / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # no weights
+    (folder / "train.jsonl").write_text('{"prompt": "1", "data_source": "s", "reward_model": {"ground_truth": "1"}}\n')
     return [
         f"actor_rollout_ref.model.path={folder}/model",
         f"data.train_files={folder}/train.jsonl",

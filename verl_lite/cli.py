@@ -20,8 +20,8 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -92,10 +92,13 @@ def compose(argv: Sequence[str]) -> Composed:
     name, folders, overrides, problems = _split_arguments(argv)
     given = _Given()
     given.problems += problems
-    for key, value in _load_recipe(name, folders, given.problems).items():
+    recipe = _load_recipe(name, folders, given.problems)
+    for key, value in (recipe or {}).items():
         given.add(str(key), value, origin="recipe")
     for override in overrides:
         given.add_override(override)
+    if recipe is None:  # what it would have set is missing everywhere
+        raise ConfigError(given.problems)
     values = _coerce(given)
     wrong = {key for key in leaf_keys() if key not in values}
     config = _resolve(values)
@@ -158,8 +161,8 @@ def _split_arguments(argv: Sequence[str]) -> tuple[str, list[Path], list[str], l
     return name, [folder for folder in folders if folder.is_dir()], overrides, problems
 
 
-def _load_recipe(name: str, folders: Sequence[Path], problems: list[str]) -> dict[str, Any]:
-    """The recipe with its defaults list followed, interpolations kept."""
+def _load_recipe(name: str, folders: Sequence[Path], problems: list[str]) -> dict[str, Any] | None:
+    """The recipe with its defaults list followed, interpolations kept; None when it cannot be read."""
     if name.endswith((".yaml", ".yml")):
         file = Path(name).expanduser().absolute()
         if file.is_file():
@@ -168,19 +171,27 @@ def _load_recipe(name: str, folders: Sequence[Path], problems: list[str]) -> dic
             name = file.stem
     places = [*folders, recipe_folder()]
     home = next((place for place in places if (place / f"{name}.yaml").is_file()), None)
+    names = sorted({path.stem for place in places for path in place.glob("*.yaml")})
     if home is None:
-        names = sorted({path.stem for place in places for path in place.glob("*.yaml")})
         near = near_names(name, names) or names
         problems.append(f"--config-name {name}: no such recipe; there are: {', '.join(near)}")
-        return {}
+        return None
+    file, reason = home / f"{name}.yaml", ""
     others = ",".join(f'"file://{place}"' for place in places if place != home)
     try:
+        if not isinstance(OmegaConf.load(file), DictConfig):
+            raise OmegaConfBaseException("it is no mapping; write key: value")
         with initialize_config_dir(config_dir=str(home), version_base=None):
             recipe = hydra_compose(name, overrides=[f"hydra.searchpath=[{others}]"])
         return {str(key): value for key, value in OmegaConf.to_container(recipe, resolve=False).items()}  # type: ignore[union-attr]
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        problems.append(f"--config-name {name}: {home / name}.yaml cannot be read: {error}")
-        return {}
+    except MissingConfigException as error:
+        entry = (error.missing_cfg_file or str(error).splitlines()[0]).removesuffix(".yaml")
+        there = ", ".join(near_names(entry, names) or names)
+        reason = f"its defaults list has {entry}, which is no recipe; there are: {there}"
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        reason = str(error)
+    problems.append(f"--config-name {name}: {file} cannot be read: {reason}")
+    return None
 
 
 @dataclass(frozen=True)
@@ -349,7 +360,7 @@ def _coerce(given: _Given) -> dict[str, Any]:
     for entries in (given.recipe, given.command):
         for key, set_to in entries.items():
             put(key, set_to.value)
-    OmegaConf.register_new_resolver("verl_lite_home", _home, replace=True)
+    OmegaConf.register_new_resolver("verl_lite_home", prepared_folder, replace=True)
     interpolated = OmegaConf.create(tree)
 
     values: dict[str, Any] = {}
@@ -428,7 +439,7 @@ def _convert_scalar(kind: type, value: Any, text: str | None) -> Any:
     return int(number)
 
 
-def _home() -> str:
+def prepared_folder() -> str:
     """Folder of prepared models and data: VERL_LITE_HOME, or verl_lite in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return str(Path(os.environ.get("VERL_LITE_HOME") or f"{cache}/verl_lite").expanduser().absolute())

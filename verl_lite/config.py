@@ -17,7 +17,6 @@ import glob
 import math
 import os
 import re
-import symtable
 import sys
 import types
 import typing
@@ -697,6 +696,7 @@ PLUGIN_KEYS = (
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
+VLLM_TEMPERATURES = (0.01, 2.0)
 PENDING: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.preempt_grace_s": ((), "saving on SIGTERM is not built yet; the run ends at once"),
     "actor_rollout_ref.model.lora_rank": ((), "LoRA is not built yet"),
@@ -779,6 +779,21 @@ def validate(config: Config) -> list[str]:
         f"algorithm.filter_groups.enable=True: actor_rollout_ref.rollout.n={rollout.n} gives groups of one response, "
         "which differ from nothing; use n >= 2",
     )
+    if rollout.name == "vllm":
+        sampled = {"temperature": rollout.temperature, "val_kwargs.temperature": rollout.val_kwargs.temperature}
+        for name, value in sampled.items():
+            low, high = VLLM_TEMPERATURES  # below, it takes the lowest instead and says nothing
+            refuse(
+                0 < value < low or value > high,
+                f"actor_rollout_ref.rollout.{name}={value:g}: vLLM samples at {low:g} to {high:g}; keep to that, or "
+                "set actor_rollout_ref.rollout.name=hf",
+            )
+        refuse(
+            rollout.max_num_batched_tokens < rollout.max_num_seqs,
+            f"actor_rollout_ref.rollout.max_num_batched_tokens={rollout.max_num_batched_tokens}: must be >= "
+            f"max_num_seqs={rollout.max_num_seqs}, since each sequence takes a token of every batch; raise it or lower "
+            "max_num_seqs",
+        )
     longest = data.max_prompt_length + data.max_response_length
     refuse(
         rollout.max_model_len < longest,
@@ -856,77 +871,3 @@ def notices(config: Config) -> list[str]:
 def looks_like_path(name: str) -> bool:
     """Whether a model or tokenizer name is a folder rather than a hub id such as `owner/model`."""
     return bool(re.match(r"[/~.]", name)) or name.count("/") > 1 or Path(name.split("/")[0]).is_dir()
-
-
-def check_files(config: Config) -> list[str]:
-    """Every file or folder the run will read that is not set or not there, and names missing in the user's files.
-
-    The plan of the sizes needs none of them, so `validate` does not ask.
-    """
-    problems = []
-    if not config.data.train_files and not config.trainer.val_only:
-        problems.append("data.train_files is not set: name a parquet, json or jsonl file")
-    if config.actor_rollout_ref.model.path is None:
-        problems.append("actor_rollout_ref.model.path is not set: name a model folder or hub id")
-    if config.reward.reward_model.enable and config.reward.reward_model.model.path is None:
-        problems.append("reward.reward_model.model.path is not set: name the folder or hub id of a sequence classifier")
-    for name in ("data.train_files", "data.val_files"):
-        for path in map(Path, flatten(config)[name]):
-            if not path.is_file():
-                problems.append(f"{name}: no such file: {path}" + _what_is_there(path))
-    model = config.actor_rollout_ref.model
-    folders: dict[str, str | None] = {"actor_rollout_ref.model.path": model.path}
-    if config.needs_critic:
-        folders["critic.model.path"] = config.critic.model.path
-    if config.reward.reward_model.enable:
-        folders["reward.reward_model.model.path"] = config.reward.reward_model.model.path
-    for name, folder in folders.items():
-        if folder is not None and looks_like_path(folder) and not (Path(folder) / "config.json").is_file():
-            what = "no config.json in" if Path(folder).is_dir() else "no such folder:"
-            problems.append(f"{name}: {what} {folder}" + _what_is_there(Path(folder)))
-    tokenizer = config.data.tokenizer
-    if tokenizer not in (None, model.path) and looks_like_path(tokenizer) and not Path(tokenizer).is_dir():
-        problems.append(f"data.tokenizer: no such folder: {tokenizer}")
-    if config.trainer.resume_mode == "resume_path" and not Path(config.trainer.resume_from_path or "").is_dir():
-        problems.append(f"trainer.resume_from_path: no such folder: {config.trainer.resume_from_path}")
-
-    function, cls = config.reward.custom_reward_function, config.data.custom_cls
-    sources: list[tuple[str, str | None, str, str | None]] = [
-        ("reward.custom_reward_function.path", function.path, "reward.custom_reward_function.name", function.name),
-        ("data.custom_cls.path", cls.path, "data.custom_cls.name", cls.name),
-    ]
-    for plugin_key in PLUGIN_KEYS:
-        file, _, name = str(flatten(config)[plugin_key]).rpartition(":")
-        sources.append((plugin_key, file, plugin_key, name))
-    for path_key, source, name_key, attribute in sources:
-        if source and source.endswith(".py"):
-            problems += _check_python(path_key, Path(source), name_key, attribute)
-    return problems
-
-
-def _what_is_there(path: Path) -> str:
-    """Names beside a missing path that look like it, or the deepest folder that does exist."""
-    if not path.parent.is_dir():
-        there = next((str(parent) for parent in path.parents if parent.is_dir()), "/")
-        return f" (folders exist up to {there})"
-    near = near_names(path.name, sorted(entry.name for entry in path.parent.iterdir() if entry.name != path.name))
-    return f" (there: {', '.join(near)})" if near else ""
-
-
-def _check_python(path_key: str, path: Path, name_key: str, attribute: str | None) -> list[str]:
-    """Problems of a user's Python file, found without running it."""
-    if not path.is_file():
-        return [f"{path_key}: no such file: {path}" + _what_is_there(path)]
-    text = path.read_text(encoding="utf-8")
-    try:
-        symbols = symtable.symtable(text, str(path), "exec").get_symbols()
-    except (SyntaxError, ValueError) as error:
-        return [f"{path_key}: {path} is not valid Python: {error}"]
-    if "import *" in text or any(symbol.get_name() == attribute and _is_bound(symbol) for symbol in symbols):
-        return []
-    defined = [symbol.get_name() for symbol in symbols if symbol.is_namespace()]
-    return [f"{name_key}={attribute}: {path} defines {', '.join(defined) or 'no function'}, but no {attribute}"]
-
-
-def _is_bound(symbol: symtable.Symbol) -> bool:
-    return symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()

@@ -6,10 +6,12 @@ run, none of its processes is left. Exit codes: 0 done, 2 refused before start, 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -21,9 +23,9 @@ from typing import TextIO
 
 from verl_lite.batching import BatchPlan
 from verl_lite.cli import ConfigError
-from verl_lite.config import Config, check_files, redacted
+from verl_lite.config import Config, redacted
+from verl_lite.inputs import input_problems
 from verl_lite.plan import compose_plan
-from verl_lite.tracking import check_loggers
 from verl_lite.trainer.checkpoints import resume_problems
 
 logger = logging.getLogger(__name__)
@@ -39,12 +41,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         composed, plan = compose_plan(argv)
         config = composed.config
-        problems = check_files(config) or resume_problems(config)
-        try:
-            check_loggers(config.trainer.logger)
-        except ValueError as error:
-            problems.append(str(error))
-        if problems:
+        if problems := input_problems(config) or resume_problems(config):
             raise ConfigError(problems)
     except ConfigError as error:
         print(f"refused: {error}", file=sys.stderr)
@@ -67,12 +64,10 @@ def _run(config: Config, plan: BatchPlan) -> int:
             print(f"refused: {'; '.join(errors)}", file=sys.stderr)
             return REFUSED
     run_dir = Path(config.trainer.run_dir)
-    log_dir = run_dir / "logs"
+    log_dir, is_new = run_dir / "logs", not run_dir.exists()
     try:
         lock = _claim(run_dir)
         log_dir.mkdir(exist_ok=True)
-        (run_dir / "config.json").write_text(json.dumps(redacted(config), indent=2, default=str))
-        (run_dir / "plan.json").write_text(json.dumps(plan.to_json(), indent=2, ensure_ascii=False))
     except OSError as error:
         print(f"refused: trainer.run_dir={run_dir} cannot be used: {error}", file=sys.stderr)
         return REFUSED
@@ -105,6 +100,9 @@ def _run(config: Config, plan: BatchPlan) -> int:
                 device=config.trainer.device,
                 timeout_s=config.trainer.start_timeout_s,
             )
+            # Not before: a refused run leaves what an earlier one has written here.
+            (run_dir / "config.json").write_text(json.dumps(redacted(config), indent=2, default=str))
+            (run_dir / "plan.json").write_text(json.dumps(plan.to_json(), indent=2, ensure_ascii=False))
             started = True
             run(config, plan, data, pool, log_dir, threading.Event())
             code = DONE
@@ -119,6 +117,8 @@ def _run(config: Config, plan: BatchPlan) -> int:
             if cluster is not None:
                 cluster.close()
             watchdog.finish()
+        if code == REFUSED and is_new:
+            _remove(run_dir)
         return code
 
 
@@ -132,6 +132,14 @@ def _claim(run_dir: Path) -> TextIO:
         lock.close()
         raise OSError("another run is using it; name another folder or trainer.experiment_name") from None
     return lock
+
+
+def _remove(run_dir: Path) -> None:
+    """Remove the folder of a run that was refused, and the folders above that hold nothing else."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for folder in run_dir.parents:
+            folder.rmdir()
 
 
 def _report(error: BaseException, started: bool, console: TextIO, log_dir: Path) -> int:

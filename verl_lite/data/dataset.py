@@ -90,6 +90,10 @@ class PromptDataset:
         }
 
     @property
+    def largest_token_id(self) -> int:
+        return int(self._tokens.ids.max())
+
+    @property
     def sources_by_style(self) -> dict[str, list[str]]:
         """The different data sources of the kept rows, in order of appearance, by the rows' `reward_model.style`."""
         found: dict[str, dict[str, None]] = {}

@@ -41,8 +41,9 @@ def load_tokenizer(
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load a tokenizer from {path} ({key}): {error}") from error
+    except Exception as error:  # a broken tokenizer.json raises anything
+        reason = f"{error}" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"cannot load a tokenizer from {path} ({key}): {reason}") from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has neither a pad token nor an end token; set one in its files")
@@ -128,7 +129,7 @@ def _encode(
                 try:
                     _encode_chunk([prompt], tokenizer, kwargs)
                 except Exception as error:
-                    raise EncodingError(start + i, f"{type(error).__name__}: {error}") from error
+                    raise EncodingError(start + i, f"chat template: {type(error).__name__}: {error}") from error
             raise
         lengths += map(len, rows)
         ids += [np.asarray(row, dtype=np.int32) for row in rows]

@@ -72,20 +72,16 @@ def check_machine(num_slots: int, device: str) -> tuple[list[str], list[str]]:
     cores, free_gib = num_cores(), psutil.virtual_memory().available / GIB
     wanted_gib = num_slots * RANK_GIB + ENGINE_GIB
     asked = f"trainer.n_gpus_per_node × trainer.nnodes = {num_slots} ranks"
-    errors, warnings = [], []
+    reasons, warnings, fitting = [], [], cores
     if num_slots > RANKS_PER_CORE * cores:
-        errors.append(
-            f"{asked} on {cores} cores: at most {RANKS_PER_CORE} ranks a core; "
-            f"type trainer.nnodes=1 trainer.n_gpus_per_node={cores}"
-        )
+        reasons.append(f"at most {RANKS_PER_CORE} ranks a core")
     elif num_slots > cores:
         warnings.append(f"{asked} on {cores} cores: they take turns; trainer.n_gpus_per_node={cores} is faster")
     if wanted_gib > free_gib:
-        fitting = max(1, int((free_gib - ENGINE_GIB) / RANK_GIB))
-        errors.append(
-            f"{asked} need at least {wanted_gib:.1f} GiB of memory, {free_gib:.1f} GiB are free; "
-            f"type trainer.nnodes=1 trainer.n_gpus_per_node={min(fitting, cores)}"
-        )
+        fitting = max(1, min(cores, int((free_gib - ENGINE_GIB) / RANK_GIB)))
+        reasons.append(f"they need at least {wanted_gib:.1f} GiB of memory, {free_gib:.1f} GiB are free")
+    advice = f"type trainer.nnodes=1 trainer.n_gpus_per_node={fitting}"
+    errors = [f"{asked} on {cores} cores: {'; '.join(reasons)}; {advice}"] if reasons else []
     return errors, warnings
 
 

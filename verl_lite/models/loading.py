@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from verl_lite.models.attention import PACKED_ATTENTION
+from verl_lite.models.folder import weight_shapes
 from verl_lite.models.forward import ValueModel
 
 # Layers that look at other tokens through attention alone, which is told where a row ends.
@@ -89,6 +90,29 @@ def load_reward_model(
     return ValueModel(model.base_model, score)
 
 
+def check_weights(model: PreTrainedModel, path: str) -> None:
+    """Raise `ValueError` where the weights in a local model folder cannot be those of `model` (on the meta device)."""
+    found = weight_shapes(Path(path))
+    prefix = f"{model.base_model_prefix}."
+    wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, shape in found.items():
+        if wanted.get(name, shape) != shape:
+            raise ValueError(
+                f"{path}: its config.json makes {name} of shape {wanted[name]}, its weights have {shape}; they do not "
+                "belong together"
+            )
+    known = {alias for name in found for alias in (name, prefix + name, name.removeprefix(prefix))}
+    missing = sorted(wanted.keys() - known - set(model.all_tied_weights_keys))
+    # Where the file has names that the model does not, transformers may know how to turn one into the other.
+    if missing and all({name, prefix + name, name.removeprefix(prefix)} & wanted.keys() for name in found):
+        raise ValueError(_lacks(path, missing))
+
+
+def _lacks(path: str, missing: list[str]) -> str:
+    names = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+    return f"{path}: {len(missing)} weights that its config.json asks for are not in its files: {names}"
+
+
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Keep only the layers' inputs for backward. Works in eval mode, where transformers would ignore it."""
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
@@ -145,9 +169,14 @@ def _build(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
     else:
-        model = auto_class.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-        )
+        model, loading = auto_class.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code,
+            use_safetensors=True,  # a pickle can run code when it is read
+            output_loading_info=True,
+        )  # fmt: skip
+        if missing := sorted(loading["missing_keys"]):
+            # transformers would fill them with random numbers and go on.
+            raise ValueError(_lacks(path, missing))
     if packed and not model._supports_attention_backend:
         raise ValueError(
             f"{type(model).__name__} does not support other attention functions, which packing needs; "

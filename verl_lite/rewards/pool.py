@@ -193,7 +193,7 @@ class RewardPool:
         if not worker.ready:
             raise ValueError(
                 f"reward.custom_reward_function: the process that loads {self._function.path} "
-                + (ending or f"took over {self._start_timeout_s:g} s")
+                + (ending or f"took over {self._start_timeout_s:g} s (trainer.start_timeout_s)")
             )
         _end(worker)
         self._workers[self._workers.index(worker)] = self._spawn()

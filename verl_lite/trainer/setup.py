@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+import torch
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_lite.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from verl_lite.algorithms.policy_losses import selector
-from verl_lite.config import Config, RewardModelConfig
+from verl_lite.config import Config, ModelConfig, RewardModelConfig
 from verl_lite.data.dataset import PromptDataset, build_dataset
 from verl_lite.data.prompts import load_tokenizer
 from verl_lite.data.sampler import Sampler
 from verl_lite.distributed.placement import ResourcePool
 from verl_lite.distributed.worker_group import Limits, RoleSpec, WorkerGroup, spawn, spawn_rollout
+from verl_lite.models.loading import check_weights, load_causal_lm, load_value_model
 from verl_lite.plugins import check_options, pick_options, resolve
 from verl_lite.rewards import check_data_sources
 from verl_lite.rewards.managers import build_manager
@@ -72,7 +74,7 @@ def load_data(config: Config) -> TrainingData:
     """Read tokenizer and data sets, and load the user's functions. ValueError for whatever the user must mend."""
     model, data, trainer = config.actor_rollout_ref.model, config.data, config.trainer
     check_functions(config)
-    check_model(config)
+    vocab_size = check_model(config)
     tokenizer = load_tokenizer(
         data.tokenizer, trust_remote_code=model.trust_remote_code, custom_chat_template=model.custom_chat_template
     )
@@ -84,7 +86,15 @@ def load_data(config: Config) -> TrainingData:
         train = build_dataset(data, data.train_files, tokenizer, max_samples=data.train_max_samples)
     if data.val_files:
         val = build_dataset(data, data.val_files, tokenizer, max_samples=data.val_max_samples)
-    check_rewards(config, [rows for rows in (train, val) if rows])
+    datasets = [rows for rows in (train, val) if rows]
+    check_rewards(config, datasets)
+    largest = {"the prompts' largest": max((rows.largest_token_id for rows in datasets), default=0)}
+    largest["its end token"] = tokenizer.eos_token_id or 0
+    if unknown := {what: token_id for what, token_id in largest.items() if token_id >= vocab_size}:
+        raise ValueError(
+            f"actor_rollout_ref.model.path={model.path} has vocab_size={vocab_size}; the tokenizer ({data.tokenizer}) "
+            f"is not this model's: token ids {', '.join(f'{token_id} ({what})' for what, token_id in unknown.items())}"
+        )
     transcriber = load_transcriber(config.reward.reward_model, tokenizer)
     checkpoint = find_checkpoint(config)
     if checkpoint is not None and checkpoint.warning:
@@ -132,9 +142,12 @@ def check_functions(config: Config) -> None:
     check_options(estimator, pick_options(estimator, vars(algorithm)), key="algorithm")
 
 
-def check_model(config: Config) -> None:
-    """Refuse a model folder that the chosen engine cannot serve, from its config.json alone."""
+def check_model(config: Config) -> int:
+    """Refuse a model that does not load, or that the engine cannot serve; returns the size of its vocabulary."""
     policy = config.actor_rollout_ref
+    empty = check_loading("actor_rollout_ref.model", policy.model, load_causal_lm)
+    if config.needs_critic and config.critic.model.path != policy.model.path:
+        check_loading("critic.model", config.critic.model, load_value_model)
     if (Path(policy.model.path) / "config.json").is_file():
         problems = model_problems(
             policy.model.path,
@@ -145,6 +158,28 @@ def check_model(config: Config) -> None:
         )
         if problems:
             raise ValueError("; ".join(problems))
+    return int(empty.config.get_text_config().vocab_size)
+
+
+def check_loading(key: str, model: ModelConfig, load: Callable[..., Any]) -> Any:
+    """The model without its weights, compared with those in the folder; `key` is named in errors."""
+    try:
+        empty = load(
+            model.path,
+            dtype=torch.float32,
+            packed=model.use_remove_padding,
+            override_config=model.override_config,
+            trust_remote_code=model.trust_remote_code,
+            on_meta=True,
+        )
+        if Path(model.path).is_dir() and isinstance(empty, PreTrainedModel):
+            check_weights(empty, model.path)
+        return empty
+    except Exception as error:  # what transformers raises for a strange config.json has no common base
+        reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if "trust_remote_code" in reason:
+            reason = f"the model brings code of its own; it is run only with {key}.trust_remote_code=True"
+        raise ValueError(f"{key}.path={model.path} cannot be loaded: {reason[:400]}") from error
 
 
 def check_rewards(config: Config, datasets: Sequence[PromptDataset]) -> None:
@@ -160,7 +195,7 @@ def check_rewards(config: Config, datasets: Sequence[PromptDataset]) -> None:
             "style in the rows it should score, or leave it off"
         )
     if config.reward.custom_reward_function.path is not None:
-        check_reward_function(reward_function(config))
+        check_reward_function(reward_function(config), start_timeout_s=config.trainer.start_timeout_s)
     else:
         check_data_sources(dict.fromkeys(source for style, source in pairs if style not in by_model))
 
