@@ -4,8 +4,9 @@
     global_step_{N}/actor/, critic/     what the ranks wrote (`distributed.checkpoint`)
     latest_checkpointed_iteration.txt   N of the newest, written last
 
-A folder is complete when trainer.json is there and every file it lists has the size it lists. Reading is JSON and
-safetensors; nothing is ever unpickled. Imports no torch: what can be refused is refused before anything heavy loads.
+A folder is complete when trainer.json is there and every file it lists has the size and the checksum it lists. Reading
+is JSON and safetensors; nothing is ever unpickled. Imports no torch: what can be refused is refused before anything
+heavy loads.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,20 @@ STATE = "trainer.json"
 FORMAT = 1
 # Before the name of a folder that is not there yet, or not any more; while a replaced one has no successor it counts.
 BEING_WRITTEN, BEING_REPLACED, BEING_REMOVED = ".writing_", ".replaced_", ".removing_"
+MAX_STATE_BYTES, MAX_CHECKED_BYTES, MAX_DEPTH, LARGEST = 16 << 20, 100 << 20, 20, 2**63
+MAX_SHOWN, MAX_REASONS = 200, 4  # characters of a foreign text, broken folders, in a message
+# Of trainer.json: what a run reads of it. "*" stands for any key, [x] for a list of x, (x, y) for a list of these two.
+FORM = {
+    "format": int, "step": int, "saved_at": float, "total_training_steps": int, "ranks": int, "data": str,
+    "contents": {"*": [str]},
+    "architecture": {"*": {"*": object}},
+    "sampler": {"epoch": int, "position": int, "seed": int, "shuffle": bool, "num_rows": int},
+    "kl_controller": {"kl_coef": float},
+    "skipped_in_a_row": {"actor": int, "critic": int},
+    "best": {"*": [(float, int)]},
+    "config": {"*": object},
+    "files": {"*": (int, int)},
+}  # fmt: skip
 PICKLED = {".metadata", ".distcp", ".pt", ".pth", ".bin", ".pkl", ".pickle", ".npy", ".npz"}
 WAYS_OUT = (
     "trainer.resume_mode=resume_path with trainer.resume_from_path=… names one; trainer.resume_mode=disable starts anew"
@@ -51,39 +69,130 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one."""
+    """One to go on from."""
 
     folder: Path
-    state: dict[str, Any]  # trainer.json
+    state: dict[str, Any] = field(hash=False)  # trainer.json
     warning: str | None = None  # why it is not the one the tracker names
 
     @property
     def step(self) -> int:
         return int(self.state["step"])
 
+    def saved_at(self) -> float:
+        """Seconds since 1970; later than those of all the checkpoints that were there, whatever the clock says."""
+        return float(self.state["saved_at"])
+
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """ValueError says why the folder cannot be resumed from. Opens trainer.json only."""
-    found = {path for path in folder.rglob("*") if path.is_file()}
-    pickled = sorted(path for path in found if path.suffix in PICKLED or path.name in PICKLED)
-    if pickled:
-        raise ValueError(f"has {pickled[0].relative_to(folder)}, which may be a pickle: those run code, none is opened")
-    if folder / STATE not in found:
+    """ValueError says why the folder cannot be resumed from. Of tensors it reads the headers only."""
+    return _whole(_read_state(folder))
+
+
+def _read_state(folder: Path) -> Checkpoint:
+    """trainer.json, which anybody may have written: everything the run will ask it for is there and of its type."""
+    if not (folder / STATE).is_file():
         raise ValueError(f"has no {STATE}: it is not a checkpoint of verl_lite, or not all of one")
     try:
-        state = json.loads((folder / STATE).read_bytes())
-        files, step = dict(state["files"]), int(state["step"])
-        if state["format"] != FORMAT:
-            raise ValueError(f"{STATE} has format {state['format']!r}, this version reads {FORMAT}")
-    except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError) as error:
-        raise ValueError(f"{STATE} is damaged ({type(error).__name__}: {error})") from error
-    for name, size in files.items():
-        path = folder / name
-        if path not in found:
-            raise ValueError(f"lacks {name}")
-        if (there := path.stat().st_size) != size:
-            raise ValueError(f"{name} has {there} bytes instead of {size}")
-    return Checkpoint(folder, {**state, "step": step})
+        with (folder / STATE).open("rb") as file:
+            content = file.read(MAX_STATE_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"has {STATE}, which cannot be read ({error})") from error
+    if len(content) > MAX_STATE_BYTES:
+        raise ValueError(f"{STATE} is damaged: longer than {MAX_STATE_BYTES} bytes")
+    try:
+        state = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{STATE} is damaged ({type(error).__name__}: {plain(error)})") from error
+    if (depth := _depth(state)) > MAX_DEPTH:
+        raise ValueError(f"{STATE} is damaged: lists and mappings stand {depth} deep in each other")
+    if isinstance(state, dict) and state.get("format") != FORMAT:
+        raise ValueError(f"{STATE} has format {plain(repr(state.get('format')))}, this version reads {FORMAT}")
+    if deviation := next(_deviations(state, FORM), None):
+        raise ValueError(f"{STATE} is damaged: {plain(deviation)}")
+    return Checkpoint(folder, state)
+
+
+def _depth(value: Any) -> int:
+    depth, layer = 0, [value]
+    while layer := [inner for outer in layer if isinstance(outer, dict | list) for inner in _elements(outer)]:
+        depth += 1
+    return depth
+
+
+def _elements(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _deviations(value: Any, form: Any, name: str = "") -> Iterator[str]:
+    """Where a JSON value is not of a form of `FORM`'s kind."""
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            yield f"{name or 'all of it'} is not a mapping"
+            return
+        for key in value if "*" in form else form:
+            if key in value:
+                yield from _deviations(value[key], form.get(key, form.get("*")), f"{name}.{key}" if name else key)
+            else:
+                yield f"no {name}.{key}" if name else f"no {key}"
+    elif isinstance(form, list):
+        if not isinstance(value, list):
+            yield f"{name} is not a list"
+            return
+        for element in value:
+            yield from _deviations(element, form[0], name)
+    elif isinstance(form, tuple):
+        if not isinstance(value, list) or len(value) != len(form):
+            yield f"{name} is not a list of {len(form)}"
+            return
+        for element, part in zip(value, form, strict=True):
+            yield from _deviations(element, part, name)
+    elif form is float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+            yield f"{name}={value!r} is not a number"
+    elif form is int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST:
+            yield f"{name}={value!r} is not a count"
+    elif not isinstance(value, form):
+        yield f"{name} is not a {form.__name__}"
+
+
+def _whole(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, if its files are those that were saved, and nothing else would be loaded with them."""
+    folder, files = checkpoint.folder, checkpoint.state["files"]
+    try:
+        there = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
+        for name, path in sorted(there.items()):
+            if path.suffix in PICKLED or path.name in PICKLED:
+                raise ValueError(f"has {plain(name)}, which may be a pickle: those run code, none is opened")
+            if path.is_symlink():
+                raise ValueError(f"has the link {plain(name)}: put a copy of what it leads to in its place")
+            if path.suffix == ".safetensors" and name not in files:
+                raise ValueError(f"has {plain(name)}, which was not saved with it")
+        for name, (size, checksum) in files.items():
+            if name not in there or not there[name].is_file():
+                raise ValueError(f"lacks {plain(name)}")
+            if (bytes_there := there[name].stat().st_size) != size:
+                raise ValueError(f"{plain(name)} has {bytes_there} bytes instead of {size}")
+            if _checksum(there[name]) != checksum:
+                raise ValueError(f"{plain(name)} is damaged: it is not what was saved")
+    except (OSError, RecursionError) as error:
+        raise ValueError(f"cannot be read ({type(error).__name__}: {plain(error)})") from error
+    return checkpoint
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file; of .safetensors the header only, which says what the rest means: models are too large."""
+    with path.open("rb") as file:
+        start = file.read(8) if path.suffix == ".safetensors" else b""
+        rest = int.from_bytes(start, "little") if start else MAX_CHECKED_BYTES
+        return zlib.crc32(start + file.read(min(rest, MAX_CHECKED_BYTES)))
+
+
+def plain(text: object) -> str:
+    """What another program wrote, for a message: short, and without what steers a terminal."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text)[: MAX_SHOWN + 1])
+    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"
 
 
 def find_checkpoint(config: Config) -> Checkpoint | None:
@@ -102,57 +211,75 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
 
 
 def _newest(directory: Path) -> Checkpoint | None:
-    folders = _folders(directory)
-    tracker = directory / TRACKER
-    complete, broken = [], []
-    for folder in folders:
+    states, broken = [], []
+    for step, folder in _folders(directory).items():
         try:
-            complete.append(read_checkpoint(folder))
+            states.append(_read_state(folder))
+            if states[-1].step != step:
+                raise ValueError(f"is of step {states.pop().step}")
         except ValueError as error:
             broken.append(f"{folder.name} {error}")
-    complete.sort(key=lambda checkpoint: float(checkpoint.state["saved_at"]))
-    tracked = tracker.read_text(errors="replace").strip() if tracker.is_file() else None
-    if not complete:
-        if tracked is None and not folders:
+    states.sort(key=Checkpoint.saved_at, reverse=True)
+    tracker = directory / TRACKER
+    tracked = _tracked(tracker)
+    named = [checkpoint for checkpoint in states if str(checkpoint.step) == tracked]
+    # The tracker does not know them: the run was killed before it could write it. Not only by the times of the files,
+    # which copying changes, and not only by those in them: an older step written into the tracker by hand is meant.
+    newer = [
+        checkpoint
+        for checkpoint in states
+        if named and checkpoint.saved_at() > named[0].saved_at()
+        and (checkpoint.folder / STATE).stat().st_mtime > tracker.stat().st_mtime
+    ]  # fmt: skip
+    skipped = [reason for reason in broken if reason.startswith(f"global_step_{tracked} ")]
+    for candidate in dict.fromkeys([*newer, *named, *states]):
+        try:
+            chosen = _whole(candidate)
+            break
+        except ValueError as error:
+            skipped.append(f"{candidate.folder.name} {error}")
+    else:
+        if tracked is None and not broken and not skipped:
             return None
-        reasons = "; ".join(broken) or f"{TRACKER} says {tracked!r}, and there is no such folder"
+        reasons = "; ".join(list(dict.fromkeys(skipped + broken))[:MAX_REASONS])
+        reasons = reasons or f"{TRACKER} names {tracked!r}, which is not there"
         raise ValueError(f"trainer.default_local_dir={directory} has no complete checkpoint: {reasons}. {WAYS_OUT}")
-    # Complete ones that the tracker does not know: the run was killed before it could write it.
-    newer = [c for c in complete if tracked is None or _modified(c.folder / STATE) > _modified(tracker)]
-    named = [checkpoint for checkpoint in complete if str(checkpoint.step) == tracked]
-    chosen = (newer or named or complete)[-1]
-    if str(chosen.step) == tracked:
+    if str(chosen.step) == tracked and not skipped:
         return chosen
-    why = "is not there" if tracked is None else f"says {tracked!r}"
-    if chosen not in newer:
-        why += ", but " + next(
-            (f for f in broken if f.startswith(f"global_step_{tracked} ")), "there is no such folder"
-        )
-    return replace(chosen, warning=f"{tracker} {why}: going on from the newest complete checkpoint, {chosen.folder}")
+    if not named:
+        skipped = [f"{TRACKER} " + ("is not there" if tracked is None else f"names {tracked!r}"), *skipped, *broken]
+    why = "; ".join(list(dict.fromkeys(skipped))[:MAX_REASONS])
+    return replace(chosen, warning=f"{directory}: {why}: going on from the newest complete checkpoint, {chosen.folder}")
 
 
-def _folders(directory: Path) -> list[Path]:
-    """Those of checkpoints, by step; one that was being replaced counts while nothing stands in its place."""
+def _tracked(tracker: Path) -> str | None:
+    if not tracker.is_file():
+        return None
+    with tracker.open(errors="replace") as file:
+        return plain(file.read(MAX_SHOWN).strip())
+
+
+def _folders(directory: Path) -> dict[int, Path]:
+    """Those of checkpoints by step; one that was being replaced counts while nothing stands in its place."""
     found: dict[int, Path] = {}
     for path in sorted(directory.glob("*global_step_*")) if directory.is_dir() else []:
-        match = re.fullmatch(rf"({re.escape(BEING_REPLACED)})?global_step_(\d+)", path.name)
+        match = re.fullmatch(rf"({re.escape(BEING_REPLACED)})?global_step_([0-9]+)", path.name)
         if match and path.is_dir() and not (match[1] and (directory / f"global_step_{match[2]}").exists()):
             found[int(match[2])] = path
-    return [found[step] for step in sorted(found)]
+    return dict(sorted(found.items()))
 
 
 def _others(directory: Path, folder: Path) -> str:
-    """The complete checkpoints beside a broken one."""
-    names = []
-    for other in _folders(directory):
+    """The newest complete checkpoint beside a broken one."""
+    states = []
+    for other in _folders(directory).values():
         with contextlib.suppress(ValueError):
             if other != folder:
-                names.append(read_checkpoint(other).folder)
-    return "".join(f"; complete is trainer.resume_from_path={name}" for name in names[-1:])
-
-
-def _modified(path: Path) -> float:
-    return path.stat().st_mtime
+                states.append(_read_state(other))
+    for state in sorted(states, key=Checkpoint.saved_at, reverse=True):
+        with contextlib.suppress(ValueError):
+            return f"; complete is trainer.resume_from_path={_whole(state).folder}"
+    return ""
 
 
 def resume_problems(config: Config) -> list[str]:
@@ -161,7 +288,7 @@ def resume_problems(config: Config) -> list[str]:
     trainer = config.trainer
     try:
         checkpoint = find_checkpoint(config)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         problems.append(str(error))
     else:
         if checkpoint is not None:
@@ -179,7 +306,7 @@ def _misfits(config: Config, checkpoint: Checkpoint) -> Iterator[str]:
     changes = changed_keys(config, checkpoint)
     for key in FIXED:
         if key in changes:
-            yield f"{key}: was {changes[key][0]}, is {changes[key][1]}, and the run goes on from {name}{way_out}"
+            yield f"{key}: was {plain(changes[key][0])}, is {changes[key][1]}, and the run goes on from {name}{way_out}"
     parts = {"actor": config.actor_rollout_ref.actor.checkpoint}
     if config.needs_critic and "critic.enable" not in changes:
         parts["critic"] = config.critic.checkpoint
@@ -187,7 +314,8 @@ def _misfits(config: Config, checkpoint: Checkpoint) -> Iterator[str]:
         key = "actor_rollout_ref.actor" if role == "actor" else role
         held = checkpoint.state["contents"].get(role, [])
         if lacking := sorted(set(wanted.load_contents) - set(held) - {"hf_model"}):
-            yield f"{key}.checkpoint.load_contents has {', '.join(lacking)}, but {name} holds {', '.join(held)} only"
+            there = plain(", ".join(held))
+            yield f"{key}.checkpoint.load_contents has {', '.join(lacking)}, but {name} holds {there} only"
         elif "model" not in wanted.load_contents:
             yield (
                 f"{key}.checkpoint.load_contents={wanted.load_contents} has no model to go on from; add it, or set "
@@ -202,7 +330,7 @@ def _misfits(config: Config, checkpoint: Checkpoint) -> Iterator[str]:
                     key = "actor_rollout_ref" if role == "actor" else role
                     yield (
                         f"{key}.model.path={model.path} has {field}={here.get(field)}, the model in {name} has "
-                        f"{before.get(field)}{way_out}"
+                        f"{plain(before.get(field))}{way_out}"
                     )
                     break
 
@@ -231,16 +359,17 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class Checkpoints:
-    """Writes checkpoints: `folder = begin(step)`, write into it, `commit(step, …)`."""
+    """Writes checkpoints: `folder = begin(step)`, write into it, `complete(folder, state)`, `commit(folder)`."""
 
     def __init__(self, directory: Path, keep: Mapping[str, int | None]) -> None:
         """keep: for each role how many checkpoints have its part; None: all."""
         self.directory, self.keep = directory, keep
+        self._saved_at: dict[Path, float] = {}  # of the folders that are there
 
     def begin(self, step: int) -> Path:
         """A new folder that nobody takes for a checkpoint yet."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for leftover in self.directory.glob(".*global_step_*"):
+        for leftover in self._leftovers(BEING_WRITTEN, BEING_REPLACED, BEING_REMOVED):
             final = self.directory / leftover.name.removeprefix(BEING_REPLACED)
             if leftover.name.startswith(BEING_REPLACED) and not final.exists():
                 leftover.rename(final)  # killed between the two renames of `commit`
@@ -250,19 +379,29 @@ class Checkpoints:
         folder.mkdir()
         return folder
 
+    def _leftovers(self, *prefixes: str) -> list[Path]:
+        return [path for prefix in prefixes for path in self.directory.glob(f"{prefix}global_step_*")]
+
     def complete(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Put `state` and the list of files into the folder and everything on the disk."""
         files = {
-            str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
+            str(path.relative_to(folder)): (path.stat().st_size, _checksum(path))
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
         }
-        (folder / STATE).write_text(json.dumps({"format": FORMAT, **state, "files": files}, indent=1))
+        # Not by the clock alone: it may be set back, and be another one where the run is resumed.
+        saved_at = max([time.time(), *(math.nextafter(saved, math.inf) for saved in self._ages().values())])
+        content = {"format": FORMAT, **state, "saved_at": saved_at, "files": files}
+        (folder / STATE).write_text(json.dumps(content, indent=1))
         for path in [*folder.rglob("*"), folder]:
             _sync(path)
 
     def discard(self) -> None:
         """What was begun and cannot be completed gives its room back."""
-        for folder in self.directory.glob(f"{BEING_WRITTEN}*"):
+        for folder in self._leftovers(BEING_WRITTEN):
             shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (self.directory / f".{TRACKER}").unlink(missing_ok=True)
 
     def commit(self, folder: Path) -> Path:
         """Give the folder its name, tell the tracker, remove what is too old."""
@@ -271,6 +410,7 @@ class Checkpoints:
         if final.exists():
             final.rename(replaced)
         folder.rename(final)
+        self._saved_at.pop(final, None)
         _sync(self.directory)
         tracker = self.directory / f".{TRACKER}"
         tracker.write_text(final.name.removeprefix("global_step_"))
@@ -285,17 +425,28 @@ class Checkpoints:
             logger.warning("old checkpoints in %s could not be removed: %s", self.directory, error)
         return final
 
+    def _ages(self) -> dict[Path, float]:
+        """When each checkpoint was saved, those of former processes too; folders of something else have no age."""
+        for folder in self.directory.glob("global_step_*"):
+            if folder not in self._saved_at:
+                with contextlib.suppress(ValueError):
+                    self._saved_at[folder] = _read_state(folder).saved_at()
+        return {folder: age for folder, age in self._saved_at.items() if folder.is_dir()}
+
     def _prune(self) -> None:
-        # Those of former processes count. Age is when they were written: a run that went back a few steps must not
-        # lose what it has just saved.
-        states = sorted(self.directory.glob(f"global_step_*/{STATE}"), key=_modified, reverse=True)
-        folders = [state.parent for state in states]
+        # By when they were written: a run that went back a few steps must not lose what it has just saved.
+        ages = self._ages()
+        folders = sorted(ages, key=ages.__getitem__, reverse=True)
+        kept: dict[str, list[Path]] = {}
         for role, keep in self.keep.items():
             having = [folder for folder in folders if (folder / role).is_dir()]
-            for folder in having[keep or len(having) :]:
-                shutil.rmtree(folder / role)
+            kept[role] = having[: keep or len(having)]
         for folder in folders:
-            if not any((folder / role).is_dir() for role in self.keep):
+            if any(folder in kept[role] for role in kept):
+                for role in kept:
+                    if folder not in kept[role] and (folder / role).is_dir():
+                        shutil.rmtree(folder / role)
+            else:
                 shutil.rmtree(folder.rename(self.directory / f"{BEING_REMOVED}{folder.name}"))
 
 

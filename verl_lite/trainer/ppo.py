@@ -34,7 +34,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.rewards.managers import RewardManager, Rewards, build_manager
 from verl_lite.rewards.pool import RewardPool
 from verl_lite.tracking import Tracking
-from verl_lite.trainer.checkpoints import Checkpoint, CheckpointError, Checkpoints, architecture, changed_keys
+from verl_lite.trainer.checkpoints import Checkpoint, CheckpointError, Checkpoints, architecture, changed_keys, plain
 from verl_lite.trainer.group_filter import RETURNED, GroupFilter
 from verl_lite.trainer.metrics import (
     compute_data_metrics,
@@ -244,7 +244,9 @@ class PPOTrainer:
         if changes := changed_keys(self.config, checkpoint):
             logger.info(
                 "changed since: %s",
-                ", ".join(f"{key} {show(old)} → {show(new)}" for key, (old, new) in changes.items()),
+                ", ".join(
+                    f"{plain(key)} {plain(show(old))} → {plain(show(new))}" for key, (old, new) in changes.items()
+                ),
             )
 
     def write_checkpoint(self) -> Path:
@@ -286,7 +288,6 @@ class PPOTrainer:
         return {
             "step": self.global_step,
             "total_training_steps": self.data.total_training_steps,
-            "saved_at": time.time(),
             "ranks": self.config.num_slots,
             "contents": contents,
             "architecture": shapes,
