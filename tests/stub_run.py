@@ -46,7 +46,9 @@ def run(config: Any, plan: Any, data: None, pool: Any, log_dir: Path, stop: thre
     rollout = spawn_rollout(pool, RoleSpec(Sleeper), limits=limits, log_dir=log_dir)
     group.wait_ready()
     rollout.wait_ready()
-    print(f"raylet {cluster._daemons.get('raylet')}\nrunning", flush=True)
+    for name in ("raylet", "gcs_server"):
+        print(f"{name} {cluster._daemons.get(name)}", flush=True)
+    print("running", flush=True)
     while True:
         try:
             group.call(Sleeper.work, MODE)

@@ -212,13 +212,14 @@ def test_everything_ends_when_the_driver_is_killed(tmp_path: Path) -> None:
     assert "gone" in (tmp_path / "run" / "logs" / "watchdog.log").read_text()
 
 
-def test_a_dead_raylet_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
+def test_a_dead_daemon_of_ray_ends_the_run(daemon: str, tmp_path: Path) -> None:
     with run("sleep", tmp_path) as started:
         started.read_until("running")
-        os.kill(started.pids["raylet"], signal.SIGKILL)
+        os.kill(started.pids[daemon], signal.SIGKILL)
         code, _, errors = started.end(timeout_s=30)
         assert code == 1
-        assert f"Ray's raylet (pid {started.pids['raylet']}) died during actor: Sleeper.work" in errors
+        assert f"Ray's {daemon} (pid {started.pids[daemon]}) died during actor: Sleeper.work" in errors
         assert started.none_left(timeout_s=0)
 
 

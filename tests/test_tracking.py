@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from verl_lite import tracking
 from verl_lite.tracking import Console, Tracking, check_loggers
 
 
@@ -317,3 +319,18 @@ def test_folders_and_files_are_not_writable_by_others(tmp_path: Path) -> None:
     open_tracking(tmp_path / "run").finish()
     for path in (tmp_path / "run", tmp_path / "run" / "metrics.jsonl"):
         assert os.stat(path).st_mode & 0o002 == 0
+
+
+def test_a_tracker_that_does_not_finish_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = threading.Event()
+    tracker: Any = types.SimpleNamespace(finish=release.wait)
+    monkeypatch.setattr(tracking, "FINISH_S", 0.2)
+    run = Tracking([], tmp_path, "project", "experiment", {})
+    run._trackers["wandb"] = tracker
+    started = time.monotonic()
+    run.finish()
+    assert time.monotonic() - started < 5
+    assert "wandb could not finish (TimeoutError: not within 0.2 s)" in caplog.text
+    release.set()

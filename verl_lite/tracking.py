@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ PACKAGES: dict[str, str | None] = {
     "swanlab": "swanlab",
     "trackio": "trackio",
 }
+
+FINISH_S = 60.0  # a tracker whose server does not answer must not keep a finished run
 
 FAILURES_IN_A_ROW = 3
 """After so many a tracker is left alone: one that times out at every step would slow the run down."""
@@ -116,14 +119,26 @@ class Tracking:
                     del self._trackers[name]
 
     def finish(self) -> None:
-        """Close every tracker. May be called more than once."""
-        while self._trackers:
-            name, tracker = self._trackers.popitem()
-            try:
-                tracker.finish()
-            except Exception as error:
-                self._warn(name, "finish", error)
+        """Close every tracker, in at most `FINISH_S` together. May be called more than once."""
+        closing = {
+            name: threading.Thread(target=self._finish, args=(name, tracker), daemon=True)
+            for name, tracker in self._trackers.items()
+        }
+        self._trackers = {}
+        for thread in closing.values():
+            thread.start()
+        deadline = time.monotonic() + FINISH_S
+        for name, thread in closing.items():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                self._warn(name, "finish", TimeoutError(f"not within {FINISH_S:g} s"))
         self._jsonl.finish()
+
+    def _finish(self, name: str, tracker: Tracker) -> None:
+        try:
+            tracker.finish()
+        except Exception as error:
+            self._warn(name, "finish", error)
 
     def _warn(self, name: str, doing: str, error: Exception) -> None:
         if name not in self._warned:

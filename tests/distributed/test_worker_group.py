@@ -71,6 +71,11 @@ class Worker:
         time.sleep(seconds)
         return "alive"
 
+    def meet(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
+
     def die_in_a_collective(self, rank: int) -> None:
         import torch
         import torch.distributed as dist
@@ -243,8 +248,18 @@ def test_a_stopped_worker_is_named_as_such(pool: ResourcePool) -> None:
     group._hosts.limits = Limits(60, 1.0, 60)
     pids = [pid for _, pid in group.call(Worker.identity)]
     os.kill(pids[1], signal.SIGSTOP)
-    with pytest.raises(WorkerTimeout, match=r"late: rank 1 \(its process is stopped, as by SIGSTOP\); done: 0"):
+    with pytest.raises(WorkerTimeout, match=r"late: rank 1 \(stopped, as by SIGSTOP: 1\); done: 0"):
         group.call(Worker.add, 1)
+    assert gone(pids[0])
+    os.kill(pids[1], signal.SIGKILL)
+
+
+def test_a_collective_that_runs_out_of_time_names_the_rank_it_waited_for(pool: ResourcePool) -> None:
+    group = spawn(pool, {"actor": RoleSpec(Worker)}, limits=Limits(60, 60, 2))["actor"]
+    pids = [pid for _, pid in group.call(Worker.identity)]
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=r"late: rank 1 \(stopped, as by SIGSTOP: 1\), which it waited for in a coll"):
+        group.call(Worker.meet)
     assert gone(pids[0])
     os.kill(pids[1], signal.SIGKILL)
 

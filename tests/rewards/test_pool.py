@@ -323,3 +323,14 @@ def test_a_process_killed_between_two_batches_is_replaced_without_blame():
             worker.process.kill()
             worker.process.wait(timeout=10)
         assert scores(pool.score(samples)) == [1.0] * 8
+
+
+def test_a_stopped_process_does_not_keep_the_driver_in_a_send_larger_than_the_socket_holds():
+    text = "x" * 4_000_000
+    with RewardPool(RewardFunction(), num_workers=1, timeout_s=1, on_error="mask") as pool:
+        pool.wait_ready()
+        os.kill(pool._workers[0].process.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        first, second = pool.score([RewardSample("openai/gsm8k", text, "1", {})] * 2)
+        assert first.timed_out and second.score == 0.0  # by the process that took its place
+        assert time.monotonic() - started < 30

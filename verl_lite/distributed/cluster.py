@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -110,7 +111,8 @@ class Watchdog:
         """End whatever is left of the run and wait until it is."""
         assert self._process.stdin is not None, "opened above"
         self._process.stdin.close()
-        self._process.wait(timeout=watchdog.SWEEP_LIMIT_S + 10)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it goes on by itself
+            self._process.wait(timeout=watchdog.SWEEP_LIMIT_S + 10)
 
 
 class RayCluster:

@@ -10,6 +10,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl_lite.distributed import cluster
+
 
 class PlacementError(ValueError):
     """The cluster doesn't have the slots asked for."""
@@ -120,6 +122,7 @@ def _wait_until_placed(groups: list[PlacementGroup], bundle: Mapping[str, float]
     deadline = time.monotonic() + timeout_s
     for group in groups:
         while not group.wait(timeout_seconds=1):  # seconds at a time: Ray's wait doesn't hear Ctrl-C
+            cluster.check_alive("the placement of the slots")
             if time.monotonic() > deadline:
                 free = {name: f"{amount:g}" for name, amount in ray.available_resources().items() if name in bundle}
                 raise TimeoutError(
@@ -159,17 +162,19 @@ def _gpu_ids(
 ) -> list[tuple[str, ...]]:
     """Ask inside each bundle which GPU it holds: Ray tells nobody else."""
     probe = ray.remote(num_cpus=0, num_gpus=1, max_retries=0)(_visible_gpus)
-    return ray.get(
-        [
-            probe.options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    groups[number], placement_group_bundle_index=bundle
-                )
-            ).remote()
-            for _, number, bundle in placed
-        ],
-        timeout=timeout_s,
-    )
+    asked = [
+        probe.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(groups[number], placement_group_bundle_index=bundle)
+        ).remote()
+        for _, number, bundle in placed
+    ]
+    _, late = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
+    if late:
+        raise TimeoutError(
+            f"{len(late)} of {len(asked)} slots did not say within trainer.start_timeout_s={timeout_s:g} s which GPU "
+            f"they have; the first is on node {placed[asked.index(late[0])][0]}"
+        )
+    return ray.get(asked)
 
 
 def _visible_gpus() -> tuple[str, ...]:

@@ -117,6 +117,11 @@ class _Failure:
         """Whether this looks like the echo of another rank's end."""
         return any(sign in self.message for sign in ("onnection closed by peer", "onnection reset", "ncclRemoteError"))
 
+    @property
+    def waited_for_a_peer(self) -> bool:
+        """Whether this looks like a collective that ran out of `Limits.collective_s`."""
+        return any(sign in self.message for sign in ("Timed out waiting", "imeout"))
+
 
 class _Host:
     """The actor of one slot. Runs in the worker process; everything it raises comes back as a `_Failure`."""
@@ -282,7 +287,7 @@ class _Hosts:
                     deadline = min(deadline, time.monotonic() + (PEERS_S if self.collective else 0))
         if fatal:
             self.kill(None if self.collective else list(failures))
-            raise self._error(role, failures, what)
+            raise self._error(role, failures, what, silent=[rank_of[reference] for reference in waiting])
         if waiting:
             error = self._timeout(role, references, [rank_of[reference] for reference in waiting], what, starting)
             self.kill()
@@ -296,7 +301,9 @@ class _Hosts:
         for rank in range(len(self.members)) if ranks is None else ranks:
             ray.kill(self.members[rank].actor, no_restart=True)
 
-    def _error(self, role: str, failures: Mapping[int, _Failure | RayError], what: str) -> WorkerError:
+    def _error(
+        self, role: str, failures: Mapping[int, _Failure | RayError], what: str, silent: Sequence[int] = ()
+    ) -> WorkerError:
         def blame(rank: int) -> tuple[bool, bool, int]:  # a death explains more than an error, and that than its echo
             failure = failures[rank]
             return isinstance(failure, _Failure), isinstance(failure, _Failure) and failure.lost_a_peer, rank
@@ -321,6 +328,8 @@ class _Hosts:
                 details.insert(0, f"its process was killed, or crashed if its log says so; {memory}")
         if others:
             details.append(f"(rank {', '.join(map(str, others))} failed too)")
+        if silent and isinstance(failure, _Failure) and failure.waited_for_a_peer:
+            details.insert(0, f"late: {self._describe(sorted(silent))}, which it waited for in a collective")
         text = "\n".join(part.rstrip() for part in details if part)
         return WorkerError(happened, details=text, died=_is_death(failure), **self._who(role, rank, what))
 
@@ -333,19 +342,27 @@ class _Hosts:
         late.sort()
         done = sorted(set(references) - set(late))
         member = self.members[late[0]]
-        state = ""
-        with contextlib.suppress(OSError, psutil.Error):
+        with contextlib.suppress(OSError):
             if member.pid and member.node in cluster.own_addresses():
-                if psutil.Process(member.pid).status() == psutil.STATUS_STOPPED:
-                    state = " (its process is stopped, as by SIGSTOP)"
                 os.kill(member.pid, signal.SIGUSR1)  # it writes its stack to its log
                 time.sleep(0.5)
-        details = f"late: rank {', '.join(map(str, late))}{state}; done: {', '.join(map(str, done)) or 'none'}\n"
+        details = f"late: {self._describe(late)}; done: {', '.join(map(str, done)) or 'none'}\n"
         return WorkerTimeout(
             f"did not finish within {limit} s",
             details=details + self._log_tail(late[0]),
             **self._who(role, late[0], what),
         )
+
+    def _describe(self, ranks: Sequence[int]) -> str:
+        """E.g. "rank 1, 2 (the process of 1 is stopped, as by SIGSTOP)"."""
+        stopped = []
+        for rank in ranks:
+            member = self.members[rank]
+            with contextlib.suppress(psutil.Error):
+                if member.pid and member.node in cluster.own_addresses():
+                    stopped += [rank] if psutil.Process(member.pid).status() == psutil.STATUS_STOPPED else []
+        names = f"rank {', '.join(map(str, ranks))}"
+        return f"{names} (stopped, as by SIGSTOP: {', '.join(map(str, stopped))})" if stopped else names
 
     def _who(self, role: str, rank: int, what: str) -> dict[str, Any]:
         member = self.members[rank]

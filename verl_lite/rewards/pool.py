@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -139,6 +140,10 @@ class RewardPool:
                 [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self._log,
                 stderr=self._log, start_new_session=True, env={"OMP_NUM_THREADS": "1", **os.environ},
             )  # fmt: skip
+        # A process that is stopped reads nothing, and may have written half an answer.
+        limit = struct.pack("ll", int(self._timeout_s + GRACE_S) + 1, 0)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, limit)
         connection = Connection(ours.detach())
         with contextlib.suppress(ConnectionError):  # it died at once: _receive will see that
             connection.send((self._function, self._timeout_s))
@@ -159,8 +164,12 @@ class RewardPool:
                 chunk.append(queue.popleft())
             worker.outstanding = chunk
             worker.deadline = time.monotonic() + self._timeout_s + GRACE_S
-            with contextlib.suppress(ConnectionError):
+            try:
                 worker.connection.send([(index, current.samples[index]) for index in chunk])
+            except ConnectionError:
+                pass  # it died: _receive will see that
+            except BlockingIOError:
+                worker.deadline = 0.0  # it does not read
 
     def _receive(self, current: _Round) -> None:
         """Wait for answers, deaths or the next deadline, and record what came of them."""
@@ -174,6 +183,8 @@ class RewardPool:
             except (EOFError, ConnectionError):
                 self._replace(worker, current, ending=_ending(worker.process.wait(timeout=10)))
                 continue
+            except BlockingIOError:
+                worker.deadline = 0.0  # it stopped in the middle of an answer
             if time.monotonic() > worker.deadline and (worker.outstanding or not worker.ready):
                 self._replace(worker, current, ending=None)
 
