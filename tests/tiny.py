@@ -110,3 +110,11 @@ def write_parquet(rows: list[dict[str, Any]], path: Path | str) -> str:
 def write_jsonl(rows: list[dict[str, Any]], path: Path | str) -> str:
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+# The least that trainer.json of a checkpoint says.
+CHECKPOINT_STATE: dict[str, Any] = {
+    "step": 0, "total_training_steps": 9, "ranks": 1, "data": "", "contents": {"actor": ["model"]}, "architecture": {},
+    "sampler": {"epoch": 0, "position": 0, "seed": 1, "shuffle": True, "num_rows": 8}, "kl_controller": {"kl_coef": 0},
+    "skipped_in_a_row": {"actor": 0, "critic": 0}, "best": {"acc": [[0.5, 1]]}, "config": {},
+}  # fmt: skip

@@ -17,14 +17,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import CHECKPOINT_STATE
 
 from verl_lite.trainer.checkpoints import TRACKER, Checkpoint, Checkpoints, find_checkpoint, plain
 
-STATE: dict[str, Any] = {
-    "step": 0, "total_training_steps": 9, "ranks": 1, "data": "", "contents": {"actor": ["model"]}, "architecture": {},
-    "sampler": {"epoch": 0, "position": 0, "seed": 1, "shuffle": True, "num_rows": 8}, "kl_controller": {"kl_coef": 0},
-    "skipped_in_a_row": {"actor": 0, "critic": 0}, "best": {"acc": [[0.5, 1]]}, "config": {},
-}  # fmt: skip
 HEADER = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
 WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(8)  # two zeros as safetensors
 
@@ -35,7 +31,7 @@ def write(checkpoints: Checkpoints, step: int, stamp: float = 0.0) -> Path:
     for role in checkpoints.keep:
         (folder / role / "model").mkdir(parents=True)
         (folder / role / "model" / "shard-1.safetensors").write_bytes(WEIGHTS)
-    checkpoints.complete(folder, {**STATE, "step": step, "kl_controller": {"kl_coef": stamp}})
+    checkpoints.complete(folder, {**CHECKPOINT_STATE, "step": step, "kl_controller": {"kl_coef": stamp}})
     return checkpoints.commit(folder)
 
 
