@@ -153,6 +153,7 @@ class RayCluster:
                 RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # any system: else Ray turns loopback into the host's address
                 RAY_worker_niceness="0",  # else workers start at nice 15, behind whoever shares the machine
                 RAY_enable_metrics_collection="0",
+                RAY_task_events_report_interval_ms="0",  # else gcs_server keeps a record of every call: 60 KiB a step
                 SPT_NOENV="1",  # else a process that Ray renames shows its name in place of the run's id
                 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # a rollout replica asks Ray for no GPU but has some
             )
