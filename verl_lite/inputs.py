@@ -156,11 +156,15 @@ def _folder_problems(config: Config) -> Iterator[str]:
     if trainer.save_freq > 0:
         folders["default_local_dir"] = trainer.default_local_dir
     for name, folder in folders.items():
-        if folder is not None and "://" not in folder:
-            there = next(place for place in (Path(folder), *Path(folder).parents) if place.exists())
-            if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-                why = "cannot be written to" if there.is_dir() else "is a file"
-                yield f"trainer.{name}={folder}: {there} {why}; name another folder"
+        if folder is None:
+            continue
+        if "://" in folder:
+            yield f"trainer.{name}={folder} is a URL; name a folder (of storage that is mounted here)"
+            continue
+        there = next(place for place in (Path(folder), *Path(folder).parents) if os.path.lexists(place))
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            why = "cannot be written to" if there.is_dir() else "is a file" if there.exists() else "leads nowhere"
+            yield f"trainer.{name}={folder}: {there} {why}; name another folder"
     resumed = trainer.resume_from_path
     if trainer.resume_mode == "resume_path" and not Path(resumed or "").is_dir():
         yield f"trainer.resume_from_path: no such folder: {resumed}" + _what_is_there(Path(resumed or "/"))

@@ -283,9 +283,8 @@ def _others(directory: Path, folder: Path) -> str:
 
 
 def resume_problems(config: Config) -> list[str]:
-    """Why the run cannot go on from the checkpoint it finds, or cannot save; without loading anything."""
+    """Why the run cannot go on from the checkpoint it finds; without loading anything."""
     problems = []
-    trainer = config.trainer
     try:
         checkpoint = find_checkpoint(config)
     except (ValueError, OSError) as error:
@@ -293,11 +292,6 @@ def resume_problems(config: Config) -> list[str]:
     else:
         if checkpoint is not None:
             problems += list(_misfits(config, checkpoint))
-    if trainer.save_freq > 0:
-        folder = Path(trainer.default_local_dir)
-        there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            problems.append(f"trainer.default_local_dir={folder}: {there} is not a folder that this user can write to")
     return problems
 
 
