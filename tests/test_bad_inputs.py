@@ -221,7 +221,7 @@ EARLY = [
     case("validation file of another schema", VAL + "b.parquet",
          spoil=lambda f: write_parquet([{"q": "1"}], f / "b.parquet"),
          words=["data.val_files", "b.parquet has no column 'prompt'", "its columns: q"]),
-    case("a secret in the data's way", TRAIN + "[train.jsonl,a.jsonl]",
+    case("terminal commands in the data", TRAIN + "[train.jsonl,a.jsonl]",
          spoil=text("a.jsonl", '{"prompt": "\x1b]0;x\x07"'),
          words=["a.jsonl is not valid jsonl"]),
     # models and tokenizers
@@ -428,7 +428,7 @@ def bench(
     monkeypatch.setattr(cluster, "RayCluster", start_ray)
     monkeypatch.setattr(cluster, "Watchdog", lambda log_dir: types.SimpleNamespace(ray_dir="", finish=lambda: None))
     monkeypatch.setattr(placement, "ResourcePool", reach_workers)
-    monkeypatch.setattr(main_ppo, "_log_to", lambda log: sys.stderr)
+    monkeypatch.setattr(main_ppo, "_log_to", lambda *args: sys.stderr)
     yield bench
 
 

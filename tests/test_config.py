@@ -14,7 +14,6 @@ from verl_lite.config import (
     flatten,
     leaf_keys,
     notices,
-    redacted,
     resolve,
     unflatten,
     validate,
@@ -206,21 +205,6 @@ def test_no_checkpoints_is_a_fine_wish(freq: int) -> None:
 )
 def test_a_doubtful_combination_is_said(values: dict[str, Any], words: str) -> None:
     assert any(words in notice for notice in notices(resolved(values)))
-
-
-def test_redacted_hides_secrets_and_nothing_else() -> None:
-    tree = redacted(
-        unflatten(
-            {
-                "ray_kwargs.ray_init.runtime_env": {"env_vars": {"HOME": "/home/x"}, "working_dir": "."},
-                "reward.custom_reward_function.reward_kwargs": {"api_key": "s1", "token": "s2", "max_tokens": 5},
-            }
-        )
-    )
-    assert tree["ray_kwargs"]["ray_init"]["runtime_env"] == {"env_vars": {"HOME": "***"}, "working_dir": "."}
-    kwargs = tree["reward"]["custom_reward_function"]["reward_kwargs"]
-    assert kwargs == {"api_key": "***", "token": "***", "max_tokens": 5}
-    assert tree["data"]["prompt_key"] == "prompt"
 
 
 def test_loggers_are_those_that_tracking_knows() -> None:

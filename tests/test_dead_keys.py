@@ -486,7 +486,7 @@ class Workshop:
             patch.setattr(cluster, "RayCluster", functools.partial(note, "ray"))
             patch.setattr(placement, "ResourcePool", functools.partial(note, "pool"))
             patch.setattr(cluster, "Watchdog", lambda log_dir: silent)
-            patch.setattr(main_ppo, "_log_to", lambda log: io.StringIO())
+            patch.setattr(main_ppo, "_log_to", lambda *args: io.StringIO())
             main_ppo.main(overrides)
         self.take_files()
         return asked

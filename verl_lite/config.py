@@ -559,22 +559,42 @@ def nested(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-SECRET = re.compile(r"(^|[_.-])(key|apikey|token|secret|password|passwd|credential)s?$", re.IGNORECASE)
+SECRET_NAME = re.compile(r"(^|[_.-])(key|apikey|token)s?$|secret|passw(or)?d|credential", re.IGNORECASE)
 NOT_SECRET = ("prompt_key", "reward_fn_key")
+SECRET_IN_URL = re.compile(r"(?<=://)([^\s/:@]*:)[^\s/@]+(?=@)")  # user:password@host
+SHORTEST_SECRET = 6  # a shorter one is hidden where its name stands, but not looked for in texts
 
 
 def redacted(config: Config) -> dict[str, Any]:
-    """`nested` for printing and saving: Ray's environment variables and every text named like a secret are hidden."""
+    """`nested` for printing and saving: without Ray's environment variables, passwords in URLs, texts named secret."""
+    return typing.cast(dict[str, Any], _hide(nested(config), "", []))
 
-    def hide(value: Any, name: str = "") -> Any:
-        if isinstance(value, dict):
-            inside = {k: "***" for k in value} if name == "env_vars" else value
-            return {k: hide(v, str(k)) for k, v in inside.items()}
-        if isinstance(value, list):
-            return [hide(entry, name) for entry in value]
-        return "***" if isinstance(value, str) and SECRET.search(name) and name not in NOT_SECRET else value
 
-    return typing.cast(dict[str, Any], hide(nested(config)))
+def secrets_of(config: Config) -> list[str]:
+    """The values that `redacted` hides and those of environment variables named like secrets, the longest first."""
+    found = [value for name, value in os.environ.items() if SECRET_NAME.search(name)]
+    _hide(nested(config), "", found)
+    return sorted({value for value in found if len(value) >= SHORTEST_SECRET}, key=len, reverse=True)
+
+
+def without_secrets(text: str, secrets: Sequence[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return SECRET_IN_URL.sub(r"\1***", text)
+
+
+def _hide(value: Any, name: str, hidden: list[str]) -> Any:
+    """The value without its secrets, which are added to `hidden`; `name` is the last part of its key."""
+    if isinstance(value, dict):
+        return {k: _hide(v, "secret" if name == "env_vars" else str(k), hidden) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_hide(entry, name, hidden) for entry in value]
+    if not isinstance(value, str):
+        return value
+    if SECRET_NAME.search(name) and name not in NOT_SECRET:
+        hidden.append(value)
+        return "***"
+    return SECRET_IN_URL.sub(r"\1***", value)
 
 
 # --- null -> value ----------------------------------------------------------------------------------------------------

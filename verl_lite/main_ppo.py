@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import logging
 import os
@@ -19,13 +20,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import TextIO, cast
 
 from verl_lite.batching import BatchPlan
 from verl_lite.cli import ConfigError
-from verl_lite.config import Config, redacted
+from verl_lite.config import Config, redacted, secrets_of, without_secrets
 from verl_lite.inputs import input_problems
 from verl_lite.plan import compose_plan
+from verl_lite.tracking import printable
 from verl_lite.trainer.checkpoints import resume_problems
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         if problems := input_problems(config) or resume_problems(config):
             raise ConfigError(problems)
     except ConfigError as error:
-        print(f"refused: {error}", file=sys.stderr)
+        print(f"refused: {printable(str(error))}", file=sys.stderr)
         return REFUSED
     for warning in composed.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -67,12 +69,12 @@ def _run(config: Config, plan: BatchPlan) -> int:
     log_dir, is_new = run_dir / "logs", not run_dir.exists()
     try:
         lock = _claim(run_dir)
-        log_dir.mkdir(exist_ok=True)
+        log_dir.mkdir(mode=0o700, exist_ok=True)  # workers and libraries may print anything
     except OSError as error:
         print(f"refused: trainer.run_dir={run_dir} cannot be used: {error}", file=sys.stderr)
         return REFUSED
     with lock, _Signals() as signals, (log_dir / "driver.log").open("a") as log:
-        console = _log_to(log)
+        console = _log_to(log, secrets_of(config))
         watchdog = Watchdog(log_dir)
         cluster: RayCluster | None = None
         started = False
@@ -124,6 +126,7 @@ def _run(config: Config, plan: BatchPlan) -> int:
 
 def _claim(run_dir: Path) -> TextIO:
     """Make the run folder and hold it as long as the file is open: the lines of two runs in one would mix."""
+    os.umask(os.umask(0o022) | 0o022)  # whatever it was: what a run writes, others may at most read
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = (run_dir / ".lock").open("w")
     try:
@@ -197,30 +200,54 @@ class _Signals:
         return INTERRUPTED if self.received in (None, signal.SIGINT) else FAILED
 
 
-def _log_to(log: TextIO) -> TextIO:
+def _log_to(log: TextIO, secrets: Sequence[str]) -> TextIO:
     """Send standard error, of libraries in C too, and all logging to `log`; return the console's standard error.
 
-    Lines that this package logs also go to the console.
+    Lines that this package logs also go to the console. Neither shows secrets or control characters.
     """
-    console = os.fdopen(os.dup(2), "w", buffering=1)
+    console = cast(TextIO, _CleanStream(os.fdopen(os.dup(2), "w", buffering=1), secrets))
     sys.stderr.flush()
     os.dup2(log.fileno(), 2)
     logging.captureWarnings(True)
     logging.basicConfig(
-        stream=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
+        stream=_CleanStream(log, secrets),
+        level=logging.INFO,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+        force=True,
     )
     ours = logging.getLogger("verl_lite")
-    ours.handlers = [_ConsoleHandler()]
+    ours.handlers = [_ConsoleHandler(secrets)]
     return console
 
 
 class _ConsoleHandler(logging.Handler):
     """Prints through `sys.stdout` as it is at that moment: a progress bar puts itself there."""
 
+    def __init__(self, secrets: Sequence[str]) -> None:
+        super().__init__()
+        self._secrets = secrets
+
     def emit(self, record: logging.LogRecord) -> None:
         if "log_only" not in record.__dict__:
             prefix = "warning: " if record.levelno >= logging.WARNING else ""
-            print(prefix + record.getMessage(), flush=True)
+            print(prefix + _clean(record.getMessage(), self._secrets), flush=True)
+
+
+class _CleanStream(io.TextIOBase):
+    """Writes to `stream`, but neither secrets nor what a terminal would obey."""
+
+    def __init__(self, stream: TextIO, secrets: Sequence[str]) -> None:
+        self._stream, self._secrets = stream, secrets
+
+    def write(self, text: str) -> int:
+        return self._stream.write(_clean(text, self._secrets))
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def _clean(text: str, secrets: Sequence[str]) -> str:
+    return printable(without_secrets(text, secrets))
 
 
 def _object_store_bytes(config: Config, plan: BatchPlan) -> int:

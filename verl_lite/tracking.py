@@ -53,6 +53,13 @@ def check_loggers(names: Sequence[str]) -> None:
         raise ValueError("; ".join(problems))
 
 
+def printable(text: str) -> str:
+    """The text with control characters spelled out: what data or a model wrote must not steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 class Tracker(Protocol):
     """One place that metrics go to. `log` gets finite numbers only."""
 
@@ -221,7 +228,7 @@ class Console:
             eta = f"eta {_duration(sum(self._recent_s) / len(self._recent_s) * (self._total_steps - step))}"
         parts = [*self._training_parts(metrics, step), eta, *_validation_parts(metrics)]
         # Names are the user's: no markup. soft_wrap: a step stays one line, whatever the width.
-        line = "  ".join(part for part in parts if part)
+        line = printable("  ".join(part for part in parts if part))
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, eta=eta)

@@ -148,6 +148,10 @@ class RayCluster:
         }
         if self.address in (None, "local"):
             self.address = None
+            # The daemons inherit them; handed to Ray, they would stand in its logs.
+            env_vars = (options["runtime_env"] or {}).pop("env_vars", {})
+            options["runtime_env"] = options["runtime_env"] or None
+            os.environ.update({str(name): str(value) for name, value in env_vars.items()})
             os.environ.update(
                 RAY_USAGE_STATS_ENABLED="0",
                 RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # any system: else Ray turns loopback into the host's address

@@ -238,6 +238,7 @@ def _environment(settings: EngineSettings) -> dict[str, str]:
     environment = {
         "VERL_LITE_ENGINE_OWNER_PID": str(os.getpid()),
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # pickles on its control channel
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(settings.start_timeout_s)),
         "TOKENIZERS_PARALLELISM": "false",
@@ -269,6 +270,7 @@ def _engine_options(settings: EngineSettings) -> dict[str, Any]:
         "tokenizer": settings.tokenizer_path or settings.model_path,
         "skip_tokenizer_init": settings.tokenizer_path is None,
         "trust_remote_code": settings.trust_remote_code,
+        "load_format": "safetensors",  # never a pickle; engine_kwargs.vllm.load_format=… for other formats
         "hf_overrides": overrides,
         "dtype": settings.dtype,
         "generation_config": "vllm",  # the model's own sampling defaults would change the policy
