@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import logging
@@ -103,7 +104,7 @@ def test_a_resumed_run_appends_and_cuts_a_torn_line_away(tmp_path: Path) -> None
 
 
 class Fake:
-    """A stand-in for the wandb package and its run."""
+    """A stand-in for the trackio package."""
 
     def __init__(self, *, failing_steps: range = range(0), fail_start: bool = False) -> None:
         self.failing_steps, self.fail_start = failing_steps, fail_start
@@ -138,13 +139,13 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, fake: Fake) -> Fake:
 def test_a_tracker_that_raises_warns_once_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: Any
 ) -> None:
-    fake = install(monkeypatch, "wandb", Fake(failing_steps=range(2, 4)))
-    tracking = open_tracking(tmp_path, "wandb", "console")
+    fake = install(monkeypatch, "trackio", Fake(failing_steps=range(2, 4)))
+    tracking = open_tracking(tmp_path, "trackio", "console")
     for step in range(1, 6):
         tracking.log({"critic/score/mean": 0.5}, step)
     tracking.finish()
     assert [record.message for record in caplog.records] == [
-        "wandb could not log step 2 (ConnectionError: gone); the run goes on"
+        "trackio could not log step 2 (ConnectionError: gone); the run goes on"
     ]
     assert [step for step, _ in fake.logged] == [1, 4, 5] and fake.finished == 1
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5]
@@ -154,8 +155,8 @@ def test_a_tracker_that_raises_warns_once_and_the_run_goes_on(
 def test_a_tracker_that_keeps_failing_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake = install(monkeypatch, "wandb", Fake(failing_steps=range(100)))
-    tracking = open_tracking(tmp_path, "wandb")
+    fake = install(monkeypatch, "trackio", Fake(failing_steps=range(100)))
+    tracking = open_tracking(tmp_path, "trackio")
     for step in range(10):
         tracking.log({}, step)
     tracking.finish()
@@ -166,14 +167,14 @@ def test_a_tracker_that_keeps_failing_is_left_alone(
 def test_a_tracker_that_cannot_start_warns_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    install(monkeypatch, "wandb", Fake(fail_start=True))
+    install(monkeypatch, "trackio", Fake(fail_start=True))
     (tmp_path / "tensorboard").write_text("not a folder")
-    tracking = open_tracking(tmp_path, "wandb", "tensorboard")
+    tracking = open_tracking(tmp_path, "trackio", "tensorboard")
     tracking.log({"x": 1}, 1)
     tracking.finish()
     tracking.finish()
     assert [record.message.split(" (")[0] for record in caplog.records] == [
-        "wandb could not start",
+        "trackio could not start",
         "tensorboard could not start",
     ]
     assert lines(tmp_path)[0]["x"] == 1
@@ -182,7 +183,7 @@ def test_a_tracker_that_cannot_start_warns_and_the_run_goes_on(
 # --- adapters -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio"])
+@pytest.mark.parametrize("name", ["swanlab", "trackio"])
 def test_trackers_get_names_config_and_finite_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -195,49 +196,84 @@ def test_trackers_get_names_config_and_finite_numbers(
     assert "experiment" in (fake.options.get("name"), fake.options.get("experiment_name"))
 
 
-class FakeMlflowClient:
-    calls: list[tuple[str, Any]] = []
-
-    def __init__(self, tracking_uri: str) -> None:
-        self.calls.append(("uri", tracking_uri))
-
-    def get_experiment_by_name(self, name: str) -> None:
-        return None
-
-    def create_experiment(self, name: str) -> str:
-        return f"id of {name}"
-
-    def create_run(self, experiment_id: str, run_name: str) -> Any:
-        self.calls.append(("run", (experiment_id, run_name)))
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="r"))
-
-    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
-        self.calls.append(("log", ([m[:2] + m[3:] for m in metrics], list(params))))
-
-    def set_terminated(self, run_id: str) -> None:
-        self.calls.append(("end", run_id))
+METRICS = {
+    "val-core/x (y)/acc/mean@1": torch.tensor(0.5), "f32": np.float32(0.25), "n": np.int64(2), "nan": float("nan"),
+    "torch_nan": torch.tensor(float("nan")), "text": "not a number",
+}  # fmt: skip
 
 
-def test_mlflow_gets_names_it_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = {name: types.ModuleType(name) for name in ("mlflow", "mlflow.entities", "mlflow.tracking")}
-    modules["mlflow"].__spec__ = types.SimpleNamespace(name="mlflow")  # type: ignore[assignment]
-    modules["mlflow.entities"].Metric = lambda *fields: fields  # type: ignore[attr-defined]
-    modules["mlflow.entities"].Param = lambda *fields: fields  # type: ignore[attr-defined]
-    modules["mlflow.tracking"].MlflowClient = FakeMlflowClient  # type: ignore[attr-defined]
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(FakeMlflowClient, "calls", [])
+def test_wandb_offline_gets_the_numbers_but_neither_command_line_nor_console(tmp_path: Path) -> None:
+    code = """
+import sys
+from test_tracking import METRICS, open_tracking
+tracking = open_tracking(sys.argv[1], "wandb")
+for step in (1, 2):
+    print("what a model wrote")
+    tracking.log(METRICS, step)
+tracking.finish()
+"""
+    environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code, str(tmp_path), "trainer.secret=hunter2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "could not" not in done.stderr
+    (store,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    written = b"".join(path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file())
+    assert b"hunter2" not in written and b"what a model wrote" not in written
+    stored = store.read_bytes()
+    assert all(name in stored for name in (b"val-core/x (y)/acc/mean@1", b"f32", b"nnodes"))
+    assert b"torch_nan" not in stored
+    assert [line["n"] for line in lines(tmp_path)] == [2, 2] and lines(tmp_path)[0]["nan"] is None
+
+
+def test_mlflow_writes_into_a_store_of_its_own_in_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mlflow.tracking import MlflowClient
+
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     tracking = open_tracking(tmp_path, "mlflow")
-    tracking.log({"val-core/x (y)/acc/mean@1": 0.5}, 3)
+    tracking.log(METRICS, 1)
+    tracking.log({**METRICS, "f32": 0.75}, 2)
     tracking.finish()
-    assert FakeMlflowClient.calls == [
-        ("uri", f"sqlite:///{tmp_path}/mlflow.db"),
-        ("run", ("id of project", "experiment")),
-        ("log", ([], [("trainer.nnodes", "1")])),
-        ("log", ([("val-core/x _y_/acc/mean_at_1", 0.5, 3)], [])),
-        ("end", "r"),
-    ]
+    assert "could not" not in caplog.text
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("project")
+    (run,) = client.search_runs([experiment.experiment_id])
+    # Its names may hold neither @ nor parentheses.
+    assert run.data.metrics == {"val-core/x _y_/acc/mean_at_1": 0.5, "f32": 0.75, "n": 2.0}
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "f32")] == [(1, 0.25), (2, 0.75)]
+    assert run.data.params == {"trainer.nnodes": "1"}
+    assert (run.info.run_name, run.info.status) == ("experiment", "FINISHED")
+
+
+def test_mlflow_without_its_local_store_is_refused_unless_a_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "alembic" else there(name))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(ValueError, match="'mlflow', whose local store needs alembic: run pip install alembic"):
+        check_loggers(["mlflow"])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker:5000")
+    check_loggers(["mlflow"])
+
+
+def test_a_tracker_that_hangs_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    released = threading.Event()
+    fake = install(monkeypatch, "trackio", Fake())
+    monkeypatch.setattr(tracking, "LOG_S", 0.2)
+    tracker = open_tracking(tmp_path, "trackio")
+    monkeypatch.setattr(sys.modules["trackio"], "log", lambda metrics, step: released.wait(30))
+    tracker._trackers["trackio"]._tracker._log = sys.modules["trackio"].log  # type: ignore[attr-defined]
+    started = time.monotonic()
+    for step in range(5):
+        tracker.log({"x": 1}, step)
+    tracker.finish()
+    assert time.monotonic() - started < 2  # one wait of 0.2 s; the steps after it find the tracker busy
+    released.set()
+    assert "trackio could not log step 0 (TimeoutError: no answer within 0.2 s); the run goes on" in caplog.text
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4] and fake.finished == 0
 
 
 def test_tensorboard_keeps_the_names(tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ import json
 import logging
 import math
 import os
+import queue
 import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -35,7 +37,10 @@ PACKAGES: dict[str, str | None] = {
     "trackio": "trackio",
 }
 
-FINISH_S = 60.0  # a tracker whose server does not answer must not keep a finished run
+# What MLflow keeps a local store with; a server's address in MLFLOW_TRACKING_URI needs none of it.
+MLFLOW_STORE = ("sqlalchemy", "alembic")
+START_S, LOG_S, FINISH_S = 60.0, 10.0, 60.0
+"""Longest waits for a tracker that talks to a server: a dead network must not hold up training, nor its end."""
 
 FAILURES_IN_A_ROW = 3
 """After so many a tracker is left alone: one that times out at every step would slow the run down."""
@@ -49,8 +54,19 @@ def check_loggers(names: Sequence[str]) -> None:
             problems.append(f"trainer.logger has {name!r}; known are {', '.join(PACKAGES)}")
         elif (package := PACKAGES[name]) is not None and importlib.util.find_spec(package) is None:
             problems.append(f"trainer.logger has {name!r}: run pip install {package} first, or leave it out")
+        elif name == "mlflow" and (lacking := _lacking_for_mlflow()):
+            problems.append(
+                f"trainer.logger has 'mlflow', whose local store needs {' and '.join(lacking)}: run pip install "
+                f"{' '.join(lacking)}, or name a server in MLFLOW_TRACKING_URI"
+            )
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _lacking_for_mlflow() -> list[str]:
+    if os.environ.get("MLFLOW_TRACKING_URI"):
+        return []
+    return [needed for needed in MLFLOW_STORE if importlib.util.find_spec(needed) is None]
 
 
 def printable(text: str) -> str:
@@ -93,10 +109,10 @@ class Tracking:
         builders: dict[str, Callable[[], Tracker]] = {
             "console": lambda: Console(total_steps, updates_per_step),
             "tensorboard": lambda: TensorBoard(folder / "tensorboard"),
-            "wandb": lambda: _wandb(folder, project_name, experiment_name, config),
-            "mlflow": lambda: MLflow(folder, project_name, experiment_name, config),
-            "swanlab": lambda: _swanlab(folder, project_name, experiment_name, config),
-            "trackio": lambda: _trackio(project_name, experiment_name, config),
+            "wandb": lambda: InThread(lambda: _wandb(folder, project_name, experiment_name, config)),
+            "mlflow": lambda: InThread(lambda: MLflow(folder, project_name, experiment_name, config)),
+            "swanlab": lambda: InThread(lambda: _swanlab(folder, project_name, experiment_name, config)),
+            "trackio": lambda: InThread(lambda: _trackio(project_name, experiment_name, config)),
         }
         self._trackers: dict[str, Tracker] = {}
         self._warned: set[str] = set()
@@ -291,6 +307,42 @@ class TensorBoard:
         self._writer.close()
 
 
+class InThread:
+    """A tracker whose calls run in one thread of its own, each with a time limit."""
+
+    def __init__(self, build: Callable[[], Tracker]) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._running: Future[Any] | None = None
+        threading.Thread(target=self._serve, daemon=True, name="tracker").start()
+        self._tracker: Tracker = self._call(build, START_S)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._call(lambda: self._tracker.log(metrics, step), LOG_S)
+
+    def finish(self) -> None:
+        self._call(self._tracker.finish, FINISH_S)
+
+    def _call(self, function: Callable[[], Any], limit_s: float) -> Any:
+        if self._running is not None and not self._running.done():
+            raise TimeoutError("still busy with the call before")
+        self._running = Future()
+        self._calls.put((function, self._running))
+        try:
+            return self._running.result(limit_s)
+        except TimeoutError:
+            if self._running.done():
+                raise
+            raise TimeoutError(f"no answer within {limit_s:g} s") from None
+
+    def _serve(self) -> None:
+        while True:
+            function, future = self._calls.get()
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+
 class _Run:
     """wandb, swanlab and trackio end alike: a `log(dict, step=)` and a `finish()`."""
 
@@ -307,7 +359,9 @@ class _Run:
 def _wandb(folder: Path, project: str, experiment: str, config: Mapping[str, Any]) -> Tracker:
     import wandb
 
-    run = wandb.init(project=project, name=experiment, config=dict(config), dir=str(folder))
+    # Neither the command line nor what is printed: both may hold secrets and the data's text.
+    settings = wandb.Settings(x_disable_meta=True, console="off", init_timeout=START_S)
+    run = wandb.init(project=project, name=experiment, config=dict(config), dir=str(folder), settings=settings)
     return _Run(run.log, run.finish)
 
 

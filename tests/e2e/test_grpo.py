@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,8 +104,41 @@ def shared_memory_before() -> set[Path]:
 
 
 @pytest.fixture(scope="module")
-def grpo(folder: Path, shared_memory_before: set[Path]) -> Run:
-    return finished(command(*GRPO), folder, "grpo")
+def listening() -> set[str]:
+    """Addresses that some process of the `grpo` job was seen to listen on."""
+    return set()
+
+
+@pytest.fixture(scope="module")
+def grpo(folder: Path, shared_memory_before: set[Path], listening: set[str]) -> Run:
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.5):
+            for process in processes_of(folder):
+                with contextlib.suppress(psutil.Error):
+                    connections = process.net_connections(kind="inet")
+                    listening.update(c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        secret = "ray_kwargs.ray_init.runtime_env.env_vars.JUDGES_API_KEY=hunter2-hunter2"
+        return finished(command(*GRPO, secret), folder, "grpo")
+    finally:
+        ended.set()
+        looking.join(timeout=10)
+
+
+def test_every_process_of_a_run_listens_on_loopback_only(grpo: Run, listening: set[str]) -> None:
+    assert listening and listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def test_a_secret_of_the_command_line_is_in_no_file_of_the_run(grpo: Run, folder: Path) -> None:
+    [run_dir] = folder.glob("outputs/*/grpo")
+    written = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert run_dir / "config.json" in written and run_dir / "logs" / "driver.log" in written
+    assert [path for path in written if b"hunter2" in path.read_bytes()] == []
 
 
 def test_a_run_from_another_folder_ends_with_0_and_leaves_nothing(
