@@ -10,7 +10,6 @@ ranks can read them. Nothing is pickled: the default storage's metadata is, and 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,8 +144,12 @@ def _transfer(verb: Any, tensors: Mapping[str, Tensor], **storage: Any) -> None:
 def _saved_shapes(folder: Path) -> dict[str, list[int]]:
     try:
         saved: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+    except (SafetensorError, LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{folder} cannot be read ({type(error).__name__}: {error})") from error
+    for name, tensor in saved.items():
+        # What no file holds would stay as it is, and nobody would notice.
+        if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+            raise ValueError(f"{folder} has not the whole of {name}, of shape {list(tensor.size)}")
     return {name: list(tensor.size) for name, tensor in saved.items()}
 
 
