@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
-import threading
 import time
 import types
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from verl_lite import main_ppo
 from verl_lite.distributed import cluster
 from verl_lite.distributed.worker_group import Limits, RoleSpec, spawn, spawn_rollout
+from verl_lite.trainer.stopping import StoppedEarly, StopRequest
 
 MODE = sys.argv[1]
 
@@ -25,11 +26,16 @@ class Sleeper:
         self.context = context
         self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def work(self, mode: str) -> int:
         print("working", flush=True)
         if self.context.rank == self.context.world_size - 1 and mode == "worker_dies":
             os.kill(os.getpid(), 9)
-        if mode != "done":
+        if mode == "steps":
+            time.sleep(2)
+        elif mode != "done":
             time.sleep(600)
         return self.context.rank
 
@@ -40,7 +46,7 @@ def load_data(config: Any) -> None:
         raise ValueError("data.train_files has no prompt shorter than data.max_prompt_length")
 
 
-def run(config: Any, plan: Any, data: None, pool: Any, log_dir: Path, stop: threading.Event) -> None:
+def run(config: Any, plan: Any, data: None, pool: Any, log_dir: Path, stop: StopRequest) -> None:
     limits = Limits(60, 60, 60)
     group = spawn(pool, {"actor": RoleSpec(Sleeper)}, limits=limits, log_dir=log_dir, process_group=False)["actor"]
     rollout = spawn_rollout(pool, RoleSpec(Sleeper), limits=limits, log_dir=log_dir)
@@ -48,11 +54,16 @@ def run(config: Any, plan: Any, data: None, pool: Any, log_dir: Path, stop: thre
     rollout.wait_ready()
     for name in ("raylet", "gcs_server"):
         print(f"{name} {cluster._daemons.get(name)}", flush=True)
-    print("running", flush=True)
-    while True:
+    print(f"rank {group.call(Sleeper.pid)[0]}\nrunning", flush=True)
+    for step in itertools.count(1):
+        stop.in_steps = MODE in ("steps", "stuck")
         try:
             group.call(Sleeper.work, MODE)
-            return
+            if MODE != "steps":
+                return
+            print(f"step {step}", flush=True)
+            if stop.is_set():
+                raise StoppedEarly(step, Path(config.trainer.default_local_dir) / f"global_step_{step}")
         except KeyboardInterrupt:
             if MODE != "deaf":
                 raise

@@ -24,7 +24,6 @@ import logging
 import re
 import shutil
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -51,6 +50,7 @@ from verl_lite.plan import compose_plan
 from verl_lite.rewards.pool import RewardPool
 from verl_lite.rollout.vllm_engine import VllmEngine, _engine_options, _environment
 from verl_lite.trainer import ppo, setup
+from verl_lite.trainer.stopping import StopRequest
 from verl_lite.workers.rollout import RolloutWorker
 
 # --- the keys ---------------------------------------------------------------------------------------------------------
@@ -239,7 +239,8 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
     ]),
     ("ENGINE", GPU, [R + "gpu_memory_utilization=0.3", R + "free_cache_engine=False"]),
     ("RAY", BASE, [
-        "trainer.nnodes=2", "trainer.n_gpus_per_node=2", "trainer.device=cuda trainer.n_gpus_per_node=1",
+        "trainer.nnodes=2 ray_kwargs.ray_init.address=10.0.0.1:6379", "trainer.n_gpus_per_node=2",
+        "trainer.device=cuda trainer.n_gpus_per_node=1", "trainer.preempt_grace_s=30",
         "ray_kwargs.ray_init.address=10.0.0.1:6379", "ray_kwargs.ray_init.num_cpus=3",
         "ray_kwargs.ray_init.runtime_env.working_dir=.",
     ]),
@@ -259,7 +260,6 @@ EFFECTS: list[tuple[str, list[str], list[str]]] = [
         "critic.model.lora_adapter_path=./model", A + "ulysses_sequence_parallel_size=2",
         "critic.ulysses_sequence_parallel_size=2", A + "fsdp_config.fsdp_size=2", "critic.fsdp.fsdp_size=2",
         R + "nnodes=1", RM + "ulysses_sequence_parallel_size=2",
-        "trainer.preempt_grace_s=30",
     ]),
     ("SAME", BASE, [A + "strategy=fsdp"]),  # two names of one engine
 ]
@@ -404,7 +404,7 @@ class Workshop:
             hook = register_module_forward_pre_hook(self.note_layer)
             with contextlib.redirect_stdout(printed), contextlib.closing(types.SimpleNamespace(close=hook.remove)):
                 data = setup.load_data(composed.config)
-                ppo.run(composed.config, plan, data, POOL, self.folder, threading.Event())
+                ppo.run(composed.config, plan, data, POOL, self.folder, StopRequest())
         except (ValueError, RuntimeError, OSError) as problem:
             error = f"{type(problem).__name__} {problem}"
         finally:
@@ -481,7 +481,14 @@ class Workshop:
             return types.SimpleNamespace(wait=lambda: None, close=lambda: None)
 
         silent = types.SimpleNamespace(ray_dir="", finish=lambda: None)
+
+        def signals(*args: Any, **options: Any) -> Any:
+            asked["signals"] = [*args, options]
+            return original(*args, **options)
+
+        original = main_ppo._Signals
         with self.patch.context() as patch, contextlib.redirect_stdout(None):
+            patch.setattr(main_ppo, "_Signals", signals)
             patch.setattr(cluster, "check_machine", lambda *args: ([], []))
             patch.setattr(cluster, "RayCluster", functools.partial(note, "ray"))
             patch.setattr(placement, "ResourcePool", functools.partial(note, "pool"))

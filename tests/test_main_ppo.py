@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -202,6 +203,67 @@ def test_ctrl_c_while_ray_starts_leaves_nothing(tmp_path: Path) -> None:
         os.killpg(started.process.pid, signal.SIGINT)
         assert started.end(timeout_s=30)[0] == 130
         assert started.none_left(timeout_s=15)
+
+
+SAVING = "trainer.save_freq=1"
+
+
+def test_signals_to_the_whole_group_let_the_step_be_finished_and_saved(tmp_path: Path) -> None:
+    """Case B114. `timeout`, Slurm and shells signal every process of the group, the workers' too if they were in it."""
+    with run("steps", tmp_path, SAVING) as started:
+        started.read_until("step 1")
+        os.killpg(started.process.pid, signal.SIGTERM)
+        time.sleep(0.5)
+        os.killpg(started.process.pid, signal.SIGUSR1)  # within 2 s: the same warning
+        code, out, errors = started.end(timeout_s=60)
+        assert (code, out) == (75, "step 2\n")
+        # Python hears them when Ray's wait returns, every second, and both at once in the order of their numbers.
+        assert re.search("SIG(TERM|USR1): the step under way is finished and saved first, for at most", errors)
+        assert "stopped after step 2, saved in " in errors and "Traceback" not in errors
+        assert started.none_left(timeout_s=0)
+
+
+def test_a_step_that_takes_longer_than_the_grace_is_given_up(tmp_path: Path, running_cluster: dict[str, str]) -> None:
+    with run("stuck", tmp_path, SAVING, "trainer.preempt_grace_s=1", **running_cluster) as started:
+        started.read_until("running")
+        os.kill(started.pids["driver"], signal.SIGTERM)
+        code, _, errors = started.end(timeout_s=30)
+        assert code == 1
+        assert "SIGTERM, and the step was not saved within trainer.preempt_grace_s=1 s" in errors
+        assert started.none_left(timeout_s=0)
+
+
+def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path, running_cluster: dict[str, str]) -> None:
+    with run("stuck", tmp_path, SAVING, **running_cluster) as started:
+        started.read_until("running")
+        os.kill(started.pids["driver"], signal.SIGUSR1)
+        time.sleep(main_ppo.ECHO_S + 1.5)  # the first is heard up to a second late
+        os.kill(started.pids["driver"], signal.SIGTERM)
+        assert started.end(timeout_s=3)[0] == 1
+        assert started.none_left(timeout_s=15)
+
+
+@pytest.mark.parametrize(("saving", "code"), [(SAVING, 75), ("trainer.save_freq=-1", 1)])
+def test_before_the_first_step_a_signal_ends_the_run_at_once(
+    saving: str, code: int, tmp_path: Path, running_cluster: dict[str, str]
+) -> None:
+    """75 says: queue me again. Nothing is lost then, where a run saves and goes on from what it saved."""
+    with run("sleep", tmp_path, saving, **running_cluster) as started:
+        started.read_until("running")
+        os.kill(started.pids["driver"], signal.SIGTERM)
+        ended, _, errors = started.end(timeout_s=30)
+        assert (ended, "stopped by SIGTERM before the first step" in errors) == (code, code == 75)
+        assert started.none_left(timeout_s=0)
+
+
+def test_a_failure_after_the_signal_is_still_reported(tmp_path: Path, running_cluster: dict[str, str]) -> None:
+    with run("steps", tmp_path, SAVING, **running_cluster) as started:
+        started.read_until("step 1")
+        os.kill(started.pids["driver"], signal.SIGTERM)
+        os.kill(started.pids["rank"], signal.SIGKILL)
+        code, _, errors = started.end(timeout_s=30)
+        assert code == 1
+        assert "failed: WorkerError: actor rank 0 died in Sleeper.work" in errors
 
 
 def test_everything_ends_when_the_driver_is_killed(tmp_path: Path) -> None:

@@ -407,7 +407,7 @@ class TrainerConfig:
     start_timeout_s: float = key(600.0, "seconds the workers may take to start", gt=0)
     step_timeout_s: float = key(3600.0, "seconds one phase of a step may take", gt=0)
     collective_timeout_s: float = key(1800.0, "seconds a rank waits for its peers", gt=0)
-    preempt_grace_s: float = key(600.0, "seconds to finish and save after SIGTERM", gt=0)
+    preempt_grace_s: float = key(600.0, "seconds to finish and save the step after SIGTERM or SIGUSR1", gt=0)
     max_actor_ckpt_to_keep: int | None = key(None, "checkpoints kept, null: all", ge=1)
     max_critic_ckpt_to_keep: int | None = key(None, "critic checkpoints kept, null: all", ge=1)
     rollout_data_dir: str | None = key(None, "write each step's samples here", path=True)
@@ -718,7 +718,6 @@ PLUGIN_KEYS = (
 
 VLLM_TEMPERATURES = (0.01, 2.0)
 PENDING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "trainer.preempt_grace_s": ((), "saving on SIGTERM is not built yet; the run ends at once"),
     "actor_rollout_ref.model.lora_rank": ((), "LoRA is not built yet"),
     "actor_rollout_ref.model.lora_adapter_path": ((), "LoRA is not built yet"),
     "critic.model.lora_rank": ((), "LoRA is not built yet"),

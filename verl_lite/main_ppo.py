@@ -1,7 +1,8 @@
 """`python -m verl_lite.main_ppo [--config-name NAME] key=value …`: train.
 
 Compose and check the config, print the plan, read the data while Ray starts, then `trainer.ppo.run`. Whatever ends the
-run, none of its processes is left. Exit codes: 0 done, 2 refused before start, 130 interrupted, 1 any other failure.
+run, none of its processes is left. Exit codes: 0 done, 2 refused before start, 75 stopped early by a signal with
+everything saved, 130 interrupted, 1 any other failure.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TextIO, cast
+from typing import NoReturn, TextIO, cast
 
 from verl_lite.batching import BatchPlan
 from verl_lite.cli import ConfigError
@@ -29,11 +31,14 @@ from verl_lite.inputs import input_problems
 from verl_lite.plan import compose_plan
 from verl_lite.tracking import printable
 from verl_lite.trainer.checkpoints import resume_problems
+from verl_lite.trainer.stopping import StoppedEarly, StopRequest
 
 logger = logging.getLogger(__name__)
 
-DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, REFUSED, SAVED, INTERRUPTED = 0, 1, 2, 75, 130
 CLEANUP_S = 25.0  # from the first Ctrl-C to the shell, at the latest
+PREEMPTIONS = (signal.SIGTERM, signal.SIGUSR1)  # USR1: Slurm's warning, by custom
+ECHO_S = 2.0  # `timeout`, `srun` and shells signal the process and then its group: that is one signal
 BYTES_PER_TOKEN = 48  # of a batch: three columns of 8 bytes, six of 4
 MIN_STORE_BYTES = 512 << 20
 
@@ -73,8 +78,10 @@ def _run(config: Config, plan: BatchPlan) -> int:
     except OSError as error:
         print(f"refused: trainer.run_dir={run_dir} cannot be used: {error}", file=sys.stderr)
         return REFUSED
-    with lock, _Signals() as signals, (log_dir / "driver.log").open("a") as log:
+    signals = _Signals(config.trainer.preempt_grace_s, saving=config.trainer.save_freq > 0)
+    with lock, signals, (log_dir / "driver.log").open("a") as log:
         console = _log_to(log, secrets_of(config))
+        signals.console = console
         watchdog = Watchdog(log_dir)
         cluster: RayCluster | None = None
         started = False
@@ -106,12 +113,17 @@ def _run(config: Config, plan: BatchPlan) -> int:
             (run_dir / "config.json").write_text(json.dumps(redacted(config), indent=2, default=str))
             (run_dir / "plan.json").write_text(json.dumps(plan.to_json(), indent=2, ensure_ascii=False))
             started = True
-            run(config, plan, data, pool, log_dir, threading.Event())
+            run(config, plan, data, pool, log_dir, signals.stop)
             code = DONE
         except BaseException as error:
-            if signals.received is not None or isinstance(error, KeyboardInterrupt):
-                name = signal.Signals(signals.received or signal.SIGINT).name
-                print(f"\nstopped by {name}: ending the run's processes (again: at once)", file=console)
+            early = _stopped_early(error)
+            signals.finished(saved=early is not None and early.saved is not None)
+            if early is not None:
+                way_on = "the same command goes on from there" if early.saved else "trainer.save_freq is off"
+                print(f"{early} ({way_on})", file=console)
+                code = signals.exit_code
+            elif signals.interrupting or isinstance(error, KeyboardInterrupt):
+                print(f"\n{signals.reason}: ending the run's processes (again: at once)", file=console)
                 code = signals.exit_code
             else:
                 code = _report(error, started, console, log_dir)
@@ -164,31 +176,70 @@ def _report(error: BaseException, started: bool, console: TextIO, log_dir: Path)
     return FAILED
 
 
-class _Signals:
-    """Turns SIGINT, SIGTERM and SIGHUP into a KeyboardInterrupt; the second one ends the process at once.
+def _stopped_early(error: BaseException | None) -> StoppedEarly | None:
+    """The `StoppedEarly` that `error` is, or that was on its way when `error` came between."""
+    while error is not None and not isinstance(error, StoppedEarly):
+        error = error.__context__
+    return error
 
-    Only KeyboardInterrupt passes through Ray's waits in one piece. What the process can't end itself in time, the
-    watchdog ends.
+
+class _Signals:
+    """What signals do to a run.
+
+    SIGTERM and SIGUSR1 let the step under way be finished and saved, within `grace_s`. Before the first step, or when
+    nothing is ever saved, they end the run like SIGINT and SIGHUP: by a KeyboardInterrupt, since only that passes
+    through Ray's waits in one piece. A second signal ends the process at once; what it leaves, the watchdog ends.
     """
 
-    def __init__(self) -> None:
-        self.received: int | None = None
+    def __init__(self, grace_s: float, *, saving: bool) -> None:
+        self.stop = StopRequest()
+        self.console = sys.stderr
+        self.interrupting = self._saved = False
+        self._grace_s, self._saving = grace_s, saving
+        self._received: list[int] = []
+        self._first_at = 0.0
+        self._out_of_time = False
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> _Signals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGALRM, *PREEMPTIONS):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
                 self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if number == signal.SIGALRM:
+            self._out_of_time = True
+            self._interrupt()
+        known = {*self._received, number} <= set(PREEMPTIONS)
+        if self._received and known and time.monotonic() - self._first_at < ECHO_S:
+            return
+        self._received.append(number)
+        if len(self._received) > 1:
             os._exit(self.exit_code)
-        self.received = number
+        self._first_at = time.monotonic()
+        if not (known and self._saving and self.stop.in_steps):
+            self._interrupt()
+        text = f"{self._name}: the step under way is finished and saved first, for at most"
+        # Not `print`: the handler may have come in the middle of one.
+        os.write(
+            self.console.fileno(), f"\n{text} trainer.preempt_grace_s={self._grace_s:g} s (again: at once)\n".encode()
+        )
+        self.stop.set()
+        signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+
+    def finished(self, *, saved: bool) -> None:
+        """The last step is over, and what it was worth is `saved` or not."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._saved = saved
+
+    def _interrupt(self) -> NoReturn:
+        self.interrupting = True
         # A library may swallow the exception, or hang while the run is taken down.
         limit = threading.Timer(CLEANUP_S, os._exit, (self.exit_code,))
         limit.daemon = True
@@ -196,8 +247,25 @@ class _Signals:
         raise KeyboardInterrupt
 
     @property
+    def _name(self) -> str:
+        return signal.Signals(self._received[0] if self._received else signal.SIGINT).name
+
+    @property
+    def reason(self) -> str:
+        if self._out_of_time:
+            return f"{self._name}, and the step was not saved within trainer.preempt_grace_s={self._grace_s:g} s"
+        before = " before the first step" if self.exit_code == SAVED else ""
+        return f"stopped by {self._name}{before}"
+
+    @property
     def exit_code(self) -> int:
-        return INTERRUPTED if self.received in (None, signal.SIGINT) else FAILED
+        """SAVED where nothing that was done is lost: also before the first step, if a run that saves is asked to go."""
+        if self._saved:
+            return SAVED
+        if not self._received or signal.SIGINT in self._received:
+            return INTERRUPTED
+        waiting = self._saving and not self.stop.in_steps
+        return SAVED if waiting and len(self._received) == 1 and self._received[0] in PREEMPTIONS else FAILED
 
 
 def _log_to(log: TextIO, secrets: Sequence[str]) -> TextIO:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private import worker as ray_worker
 
 from verl_lite.config import num_cores
@@ -59,6 +61,27 @@ def object_store_used_bytes() -> float:
 
 def _log_ray_message(message: Mapping[str, Any], *_: Any, **__: Any) -> None:
     logging.getLogger("ray").info("%s: %s", message["pid"], "\n".join(message["lines"]))
+
+
+def _start_daemon(*args: Any, **options: Any) -> subprocess.Popen[Any]:
+    """As Ray starts its daemons, but outside the driver's process group.
+
+    A signal to the whole group (Ctrl-C at a terminal; SIGTERM from `timeout` or Slurm) would end the workers in the
+    middle of the step that the driver wants to save.
+    """
+    return subprocess.Popen(*args, start_new_session=True, **options)
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Ray's library makes SIGTERM abort the process, unseen by Python, which could undo it in its main thread only."""
+    libc = ctypes.CDLL(None)
+    action = ctypes.create_string_buffer(256)  # a struct sigaction is at most 152 bytes
+    libc.sigaction(signal.SIGTERM, None, action)
+    try:
+        yield
+    finally:
+        libc.sigaction(signal.SIGTERM, action, None)
 
 
 def own_addresses() -> set[str]:
@@ -178,9 +201,12 @@ class RayCluster:
 
     def _hold(self, options: Mapping[str, Any]) -> None:
         # One thread from the start to the end: Ray's daemons ask the kernel to end with the thread that made them.
-        ray_worker.print_to_stdstream = _log_ray_message  # it has no setting that keeps these off the console
+        # Ray has no setting for either.
+        ray_worker.print_to_stdstream = _log_ray_message  # keeps its workers' lines off the console
+        services.ConsolePopen = _start_daemon
         try:
-            ray.init(**options)
+            with _sigterm_kept():
+                ray.init(**options)
         except BaseException as error:  # re-raised in `wait`
             self._error = error
         self._connected.set()

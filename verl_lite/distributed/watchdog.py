@@ -71,7 +71,7 @@ def sweep(run_id: str) -> dict[int, str]:
 
 
 def main(run_id: str, driver: int, ray_dir: Path, log_dir: Path) -> None:
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)
     # A forked child of the driver may hold the pipe open, so its end isn't the only sign.
     while os.getppid() == driver and not select.select([sys.stdin], [], [], POLL_S)[0]:

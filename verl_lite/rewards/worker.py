@@ -151,7 +151,8 @@ def _end_with_the_driver(driver: int) -> None:
 
 def main(socket: int, driver: int) -> None:
     """Serve one pool until it hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's business
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # the driver's business, also where all its descendants are signalled
     threading.Thread(target=_end_with_the_driver, args=(driver,), daemon=True).start()
     connection = Connection(socket)
     try:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import shlex
-import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -48,6 +47,7 @@ from verl_lite.trainer.metrics import (
 from verl_lite.trainer.nonfinite import describe_first_skipped
 from verl_lite.trainer.samples import Sample, read_samples, write_samples
 from verl_lite.trainer.setup import TrainingData, Workers, make_sampler, reward_function, start_workers
+from verl_lite.trainer.stopping import StoppedEarly, StopRequest
 from verl_lite.workers.actor import ActorWorker
 from verl_lite.workers.critic import CriticWorker
 from verl_lite.workers.ref import RefWorker
@@ -61,16 +61,8 @@ logger = logging.getLogger(__name__)
 PROMPT_COLUMNS = ["uid", "prompt_ids", "raw_prompt", "data_source", "reward_style", "ground_truth", "extra_info"]
 
 
-class StoppedEarly(Exception):
-    """The run was asked to stop and did so after `step`; `saved` is the checkpoint of that step, if one was written."""
-
-    def __init__(self, step: int, saved: Path | None) -> None:
-        self.step, self.saved = step, saved
-        super().__init__(f"stopped after step {step}, " + ("nothing saved" if saved is None else f"saved in {saved}"))
-
-
 def run(
-    config: Config, plan: BatchPlan, data: TrainingData, pool: ResourcePool, log_dir: Path, stop: threading.Event
+    config: Config, plan: BatchPlan, data: TrainingData, pool: ResourcePool, log_dir: Path, stop: StopRequest
 ) -> None:
     """Start the workers on `pool`, train, and end what was started; raises `StoppedEarly` once `stop` is set."""
     trainer, checkpoint = config.trainer, data.checkpoint
@@ -132,11 +124,11 @@ class PPOTrainer:
         workers: Workers,
         rewards: RewardManager,
         tracking: Tracking,
-        stop: threading.Event | None = None,  # set from outside: end after the step under way
+        stop: StopRequest | None = None,
     ) -> None:
         self.config, self.plan, self.data = config, plan, data
         self.workers, self.rewards, self.tracking = workers, rewards, tracking
-        self.stop = stop or threading.Event()
+        self.stop = stop or StopRequest()
         self.sampler = None if data.train is None else make_sampler(config, data.train)
         self.estimator = resolve(config.algorithm.adv_estimator, ADVANTAGE_ESTIMATORS, key="algorithm.adv_estimator")
         self.needs_baseline = config.algorithm.adv_estimator in ESTIMATORS_WITH_GREEDY_BASELINE
@@ -162,6 +154,7 @@ class PPOTrainer:
             self.timing = {}
         while self.global_step < last_step:
             assert self.sampler is not None, "there are no steps without training data"
+            self.stop.in_steps = True
             self.global_step += 1
             with self.timed("step"):
                 batch, metrics = self.step(self.next_prompts())
@@ -177,7 +170,7 @@ class PPOTrainer:
             if written is not None:  # its name only now: a step that counts as saved is also logged
                 with self.saving():
                     saved = self.checkpoints.commit(written)
-            if stopping:
+            if stopping or (saved is not None and self.stop.is_set() and self.global_step < last_step):
                 raise StoppedEarly(self.global_step, saved)
 
     def step(self, prompts: DataProto) -> tuple[DataProto, dict[str, float]]:
