@@ -88,7 +88,8 @@ class Tracking:
     """Sends each step's metrics to `run_dir/metrics.jsonl` and to the named trackers.
 
     `config` is what trackers store beside the run; secrets must be redacted already. `total_steps` and
-    `updates_per_step` (the plan's optimizer steps) are what the console shows progress against.
+    `updates_per_step` (the plan's optimizer steps) are what the console shows progress against. `first_step`:
+    what was logged from that step on, by a run that went back since, is not to be shown any more; None: all is.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Tracking:
         *,
         total_steps: int | None = None,
         updates_per_step: int | None = None,
+        first_step: int | None = None,
     ) -> None:
         check_loggers(loggers)
         folder = Path(run_dir)
@@ -108,7 +110,7 @@ class Tracking:
         self._jsonl = JsonLines(folder / "metrics.jsonl")
         builders: dict[str, Callable[[], Tracker]] = {
             "console": lambda: Console(total_steps, updates_per_step),
-            "tensorboard": lambda: TensorBoard(folder / "tensorboard"),
+            "tensorboard": lambda: TensorBoard(folder / "tensorboard", first_step),
             "wandb": lambda: InThread(lambda: _wandb(folder, project_name, experiment_name, config)),
             "mlflow": lambda: InThread(lambda: MLflow(folder, project_name, experiment_name, config)),
             "swanlab": lambda: InThread(lambda: _swanlab(folder, project_name, experiment_name, config)),
@@ -187,7 +189,8 @@ def _plain(value: Any) -> Any:
 class JsonLines:
     """One JSON object per step: `{"step": 3, "time": 1712.5, "<metric>": value, ...}`.
 
-    A resumed run appends; where a step stands twice, the later line counts.
+    A resumed run appends. Where the step goes back, the run went back, and the lines above with that step or a later
+    one do not count any more.
     """
 
     def __init__(self, path: Path) -> None:
@@ -291,12 +294,12 @@ def _duration(seconds: float) -> str:
 
 
 class TensorBoard:
-    """Scalars in `run_dir/tensorboard`."""
+    """Scalars in `run_dir/tensorboard`; what former processes logged from `first_step` on is shown no more."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for key, value in metrics.items():

@@ -206,7 +206,7 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
         try:
             return read_checkpoint(folder)
         except ValueError as error:
-            raise ValueError(f"trainer.resume_from_path={folder} {error}{_others(folder.parent, folder)}") from error
+            raise ValueError(f"trainer.resume_from_path={folder} {error}{_others(folder)}") from error
     return _newest(Path(trainer.default_local_dir))
 
 
@@ -269,16 +269,16 @@ def _folders(directory: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _others(directory: Path, folder: Path) -> str:
-    """The newest complete checkpoint beside a broken one."""
-    states = []
-    for other in _folders(directory).values():
-        with contextlib.suppress(ValueError):
-            if other != folder:
-                states.append(_read_state(other))
-    for state in sorted(states, key=Checkpoint.saved_at, reverse=True):
-        with contextlib.suppress(ValueError):
-            return f"; complete is trainer.resume_from_path={_whole(state).folder}"
+def _others(folder: Path) -> str:
+    """The newest complete checkpoint in a folder that is none, or else around and beside it."""
+    for places in (_folders(folder).values(), (folder.parent, *_folders(folder.parent).values())):
+        found = []
+        for place in places:
+            with contextlib.suppress(ValueError):
+                found.append(_read_state(place))
+        for checkpoint in sorted(found, key=Checkpoint.saved_at, reverse=True):
+            with contextlib.suppress(ValueError):
+                return f"; complete is trainer.resume_from_path={_whole(checkpoint).folder}"
     return ""
 
 
@@ -309,7 +309,11 @@ def _misfits(config: Config, checkpoint: Checkpoint) -> Iterator[str]:
         held = checkpoint.state["contents"].get(role, [])
         if lacking := sorted(set(wanted.load_contents) - set(held) - {"hf_model"}):
             there = plain(", ".join(held))
-            yield f"{key}.checkpoint.load_contents has {', '.join(lacking)}, but {name} holds {there} only"
+            found = [part for part in wanted.load_contents if part in held]
+            yield (
+                f"{key}.checkpoint.load_contents has {', '.join(lacking)}, but {name} holds {there} only; "
+                + (f"set it to [{','.join(found)}]" if "model" in found else "trainer.resume_mode=disable starts anew")
+            )
         elif "model" not in wanted.load_contents:
             yield (
                 f"{key}.checkpoint.load_contents={wanted.load_contents} has no model to go on from; add it, or set "

@@ -104,6 +104,7 @@ def run(
             redacted(config),
             total_steps=data.total_training_steps,
             updates_per_step=plan.optimizer_steps,
+            first_step=None if trainer.val_only else 0 if checkpoint is None else checkpoint.step + 1,
         )
         stack.callback(tracking.finish)
         ppo = PPOTrainer(config, plan, data, workers, rewards, tracking, stop)
@@ -234,13 +235,13 @@ class PPOTrainer:
         self.send_weights()
         steps = "" if self.sampler is None else f" of {self.data.total_training_steps}"
         logger.info("resumed from %s: step %d%s is done", checkpoint.folder, checkpoint.step, steps)
-        if changes := changed_keys(self.config, checkpoint):
-            logger.info(
-                "changed since: %s",
-                ", ".join(
-                    f"{plain(key)} {plain(show(old))} → {plain(show(new))}" for key, (old, new) in changes.items()
-                ),
-            )
+        changes = [
+            f"{plain(key)} {plain(show(old))} → {plain(show(new))}"
+            for key, (old, new) in changed_keys(self.config, checkpoint).items()
+            if workers.critic is not None or not key.startswith("critic.")
+        ]
+        if changes:
+            logger.info("changed since: %s", ", ".join(changes))
 
     def write_checkpoint(self) -> Path:
         """Everything a run needs to go on after this step, in a folder without its final name."""
