@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 from tiny import char_tokenizer, tiny_model, tiny_reward_model
 
-from verl_lite.config import Config, RewardConfig, RewardModelBackboneConfig, RewardModelConfig
+from verl_lite.config import Config, RewardConfig, RewardModelBackboneConfig, RewardModelConfig, resolve, unflatten
 from verl_lite.data.dataset import load_tokenizer
-from verl_lite.trainer.setup import check_rewards, load_transcriber
+from verl_lite.trainer.setup import check_rewards, end_token_ids, load_transcriber, training_roles
 
 
 def config(enable: bool) -> Config:
@@ -59,3 +60,26 @@ def test_a_language_model_is_refused_as_reward_model(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "lm", layers=1)
     with pytest.raises(ValueError, match="a Qwen2ForCausalLM of 2 labels; a reward model is a sequence classifier"):
         load_transcriber(reward_model(path), load_tokenizer(path))
+
+
+@pytest.mark.parametrize(
+    ("eos", "ids"), [(None, [1]), (5, [1, 5]), ([5, 1, 0], [1, 5, 0]), (0, [1, 0])], ids=["none", "one", "list", "zero"]
+)  # fmt: skip
+def test_end_tokens_are_those_of_tokenizer_and_generation_config(tmp_path: Path, eos: Any, ids: list[int]) -> None:
+    """NovaSky-AI/SkyRL#1232; prime-rl commit deecddc4a (B126): lists are taken, 0 is a token like any other."""
+    tokenizer = load_tokenizer(char_tokenizer(tmp_path))
+    if eos is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert end_token_ids(str(tmp_path), tokenizer) == ids
+
+
+def test_the_critic_is_told_no_temperature() -> None:
+    """slime commit d9d149dce (PR #1928) (B041): values cannot depend on it."""
+
+    def roles(temperature: float) -> Any:
+        values = {"actor_rollout_ref.rollout.temperature": temperature, "trainer.device": "cpu"}
+        return training_roles(resolve(unflatten(values), needs_values=True), vocab_size=8)
+
+    one, half = roles(1.0), roles(0.5)
+    assert one["critic"].kwargs == half["critic"].kwargs
+    assert one["actor"].kwargs != half["actor"].kwargs

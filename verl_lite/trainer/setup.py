@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_lite.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from verl_lite.algorithms.policy_losses import selector
@@ -250,9 +250,8 @@ def reward_function(config: Config) -> RewardFunction:
 def end_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokenizer's end token and those of the model's generation config, which may be a number or a list."""
     ids = [tokenizer.eos_token_id]
-    path = Path(model_path) / "generation_config.json"
-    if path.is_file():
-        more = json.loads(path.read_text()).get("eos_token_id")
+    with contextlib.suppress(OSError):  # a model need not have one
+        more = GenerationConfig.from_pretrained(model_path).eos_token_id
         ids += more if isinstance(more, list) else [more]
     return list(dict.fromkeys(i for i in ids if i is not None))
 
