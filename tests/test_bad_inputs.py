@@ -22,10 +22,14 @@ from typing import Any
 
 import psutil
 import pytest
+from test_dead_keys import InProcess
 from tiny import addition_rows, tiny_model, tiny_reward_model, write_jsonl, write_parquet
 
 from verl_lite import main_ppo
 from verl_lite.distributed import cluster, placement
+from verl_lite.distributed.process_group import RankContext, destroy_process_group, free_port, init_process_group
+from verl_lite.rollout import weight_transfer
+from verl_lite.trainer import setup
 
 M, A, R = (f"actor_rollout_ref.{section}." for section in ("model", "actor", "rollout"))
 REWARD = "reward.custom_reward_function."
@@ -352,7 +356,6 @@ AT_WORK = [
          words=["KeyError: 'nonsuch'", "reward.py"]),
     case("reward never returns", MY_REWARD, "reward.timeout_s=0.3", spoil=reward_code("time.sleep(600)"),
          words=["no score after 0.3 s (reward.timeout_s)"]),
-    case("no room for the weights", words=["no room for", "TMPDIR"]),
 ]
 # fmt: on
 
@@ -448,6 +451,39 @@ def test_it_is_refused_while_ray_starts(case: Case, bench: Bench) -> None:
     code, message = bench.run(case)
     check(code, message, case)
     assert not bench.reached_workers
+
+
+def test_no_room_for_the_weights_is_refused_while_ray_starts(bench: Bench) -> None:
+    full = shutil.disk_usage(bench.folder)._replace(free=1000)
+    bench.patch.setattr(weight_transfer.shutil, "disk_usage", lambda place: full)
+    room = case("no room for the weights", words=["no room for", "MiB of weights", "set TMPDIR"])
+    check(*bench.run(room), room)
+    assert not bench.reached_workers
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    init_process_group(0, 1, "127.0.0.1", free_port(), "cpu", 60)
+    yield
+    destroy_process_group()
+
+
+@pytest.mark.parametrize("case", **ids(AT_WORK))
+def test_it_ends_the_run_at_the_first_response(case: Case, bench: Bench, process_group: None) -> None:
+    def spawn(pool: Any, roles: Any, **options: Any) -> dict[str, Any]:
+        made = {role: spec.cls(RankContext(0, 1), **spec.kwargs) for role, spec in roles.items()}
+        return {role: InProcess(role, [worker], []) for role, worker in made.items()}
+
+    def spawn_rollout(pool: Any, spec: Any, **options: Any) -> InProcess:
+        return InProcess("rollout", [spec.cls(RankContext(0, 1), **spec.kwargs)], [])
+
+    bench.patch.setattr(setup, "spawn", spawn)
+    bench.patch.setattr(setup, "spawn_rollout", spawn_rollout)
+    code, message = bench.run(case)
+    assert code == main_ppo.FAILED, message
+    assert all(word in message for word in case.words), message
+    assert f"logs: {bench.folder}/run/logs" in message
+    assert psutil.Process().children(recursive=True) == []
 
 
 def check(code: int, message: str, case: Case) -> None:

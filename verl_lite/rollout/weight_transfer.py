@@ -215,15 +215,25 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
-def _private_folder(nbytes: int) -> Path:
-    """A folder of our own, in shared memory when `nbytes` fit there with some air (the default container has 64 MB)."""
+def roomy_place(nbytes: int) -> Path:
+    """Shared memory when `nbytes` fit there with some air (the default container has 64 MB), else the temporary folder.
+
+    Raises OSError where neither has room.
+    """
     places = [place for place in (_SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
     for place in places:
         _sweep(place)
-    roomy = [place for place in places if shutil.disk_usage(place).free > 1.1 * nbytes]
-    if not roomy:
-        raise OSError(f"no room for {nbytes / 2**20:.0f} MiB of weights in {' or '.join(map(str, places))}; set TMPDIR")
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=roomy[0]))
+    for place in places:
+        if shutil.disk_usage(place).free > 1.1 * nbytes:
+            return place
+    raise OSError(
+        f"no room for {nbytes / 2**20:.1f} MiB of weights on their way to the engine in "
+        f"{' or '.join(map(str, places))}; set TMPDIR to a folder that has it"
+    )
+
+
+def _private_folder(nbytes: int) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=roomy_place(nbytes)))
     lock = os.open(folder / "lock.new", os.O_CREAT | os.O_WRONLY, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)  # held as long as this process lives
     os.rename(folder / "lock.new", folder / "lock")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from verl_lite.rewards.managers import build_manager
 from verl_lite.rewards.pool import RewardPool, check_reward_function
 from verl_lite.rewards.worker import RewardFunction
 from verl_lite.rollout.engine import model_problems
-from verl_lite.rollout.weight_transfer import transfer_backend
+from verl_lite.rollout.weight_transfer import PART_BYTES, roomy_place, transfer_backend
 from verl_lite.trainer.checkpoints import Checkpoint, find_checkpoint
 from verl_lite.trainer.engines import Engines
 from verl_lite.workers.actor import ActorWorker
@@ -158,6 +159,11 @@ def check_model(config: Config) -> int:
         )
         if problems:
             raise ValueError("; ".join(problems))
+    if config.trainer.device == "cpu" and not (config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")):
+        nbytes = (
+            sum(parameter.numel() for parameter in empty.parameters()) * getattr(torch, policy.rollout.dtype).itemsize
+        )
+        roomy_place(min(nbytes, 2 * PART_BYTES))  # of this machine, which all ranks will be on
     return int(empty.config.get_text_config().vocab_size)
 
 
