@@ -6,6 +6,7 @@ ranks can read them. Nothing is pickled: the default storage's metadata is, and 
     {folder}/model/*.safetensors        parameters and buffers; of tied parameters the first name only
     {folder}/optimizer/*.safetensors    "{parameter}.step", ".exp_avg", ".exp_avg_sq", of parameters that made a step
     {folder}/extra/rank_{r}.safetensors the random generators of rank r's process
+    {folder}/huggingface/               config.json and generation_config.json; with "hf_model" the weights too
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from verl_lite.distributed.fsdp import FSDPEngine
+from verl_lite.distributed.random_state import load_random_state, save_random_state
+from verl_lite.models.export import HFExport
 
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
-def save_engine(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> str | None:
+def save_engine(engine: FSDPEngine, folder: Path, contents: Sequence[str], export: HFExport) -> str | None:
     """A collective. Returns what the operating system refused, on the ranks that know of it, or None.
 
     The folder above `folder` was made by the driver.
@@ -36,17 +39,21 @@ def save_engine(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> st
     if not _on_all_ranks(engine, folder.parent.is_dir()):
         return f"not every node sees {folder.parent}, which the driver has made: it must be on storage that all share"
     try:
-        with engine.phase("save_checkpoint", optimizer=True):
-            _reshard(engine.module)
-            if "model" in contents:
-                _save(model_tensors(engine.module), folder / "model")
-            if "optimizer" in contents and engine.optimizer is not None:
-                _save(_optimizer_tensors(engine.module, engine.optimizer), folder / "optimizer")
+        # Where the tensors are, on a GPU or offloaded: the rollout engine may have the rest of the GPU's memory.
+        _reshard(engine.module)
+        if "model" in contents:
+            _save(model_tensors(engine.module), folder / "model")
+        if "optimizer" in contents and engine.optimizer is not None:
+            _save(_optimizer_tensors(engine.module, engine.optimizer), folder / "optimizer")
+        whole = _gather(engine) if "hf_model" in contents else {}
+        if engine.context.rank == 0:
+            dtype = next(engine.module.parameters()).dtype
+            export.save_settings(folder / "huggingface", dtype)
+            if whole:
+                export.save(folder / "huggingface", whole)
         if "extra" in contents:
-            path = _random_state_path(folder, engine)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(save(random_state()))
-    except OSError as error:
+            save_random_state(folder / "extra" / f"rank_{engine.context.rank}.safetensors")
+    except (OSError, SafetensorError) as error:
         return str(error)
     return None
 
@@ -59,9 +66,8 @@ def load_engine(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> No
             load_tensors(model_tensors(engine.module), folder / "model")
         if "optimizer" in contents and engine.optimizer is not None:
             _load_optimizer(engine.module, engine.optimizer, folder / "optimizer")
-    path = _random_state_path(folder, engine)
-    if "extra" in contents and path.is_file():  # saved by fewer ranks: this one keeps the state it has
-        set_random_state(load(path.read_bytes()))
+    if "extra" in contents:
+        load_random_state(folder / "extra" / f"rank_{engine.context.rank}.safetensors")
 
 
 def _on_all_ranks(engine: FSDPEngine, true: bool) -> bool:
@@ -87,6 +93,18 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
         for name, tensor in module.state_dict().items()
         if isinstance(tensor, Tensor) and (name in once or name not in every)
     }
+
+
+def _gather(engine: FSDPEngine) -> dict[str, Tensor]:
+    """The whole tensors, on rank 0."""
+    whole = {}
+    for name, tensor in model_tensors(engine.module).items():
+        full = tensor.to(engine.device)
+        if isinstance(full, DTensor):
+            full = full.full_tensor()
+        if engine.context.rank == 0:
+            whole[name] = full.cpu()
+    return whole
 
 
 def load_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -151,19 +169,3 @@ def _saved_shapes(folder: Path) -> dict[str, list[int]]:
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
             raise ValueError(f"{folder} has not the whole of {name}, of shape {list(tensor.size)}")
     return {name: list(tensor.size) for name, tensor in saved.items()}
-
-
-def random_state() -> dict[str, Tensor]:
-    """Torch's generators of this process; no worker draws from another one."""
-    state = {"cpu": torch.get_rng_state()}
-    return state | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else state
-
-
-def set_random_state(state: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _random_state_path(folder: Path, engine: FSDPEngine) -> Path:
-    return folder / "extra" / f"rank_{engine.context.rank}.safetensors"

@@ -390,7 +390,7 @@ class Checkpoints:
         # Not by the clock alone: it may be set back, and be another one where the run is resumed.
         saved_at = max([time.time(), *(math.nextafter(saved, math.inf) for saved in self._ages().values())])
         content = {"format": FORMAT, **state, "saved_at": saved_at, "files": files}
-        (folder / STATE).write_text(json.dumps(content, indent=1))
+        (folder / STATE).write_text(json.dumps(content, indent=1, default=str))
         for path in [*folder.rglob("*"), folder]:
             _sync(path)
 

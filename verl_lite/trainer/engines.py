@@ -56,6 +56,13 @@ class Engines:
         self._send(self._everyone)
         self.wake("kv_cache")
 
+    def save_random_state(self, folder: str) -> list[str | None]:
+        """What the operating system refused, per replica."""
+        return self._map(RolloutWorker.save_random_state, [folder] * self.count)
+
+    def load_random_state(self, folder: str) -> None:
+        self._map(RolloutWorker.load_random_state, [folder] * self.count)
+
     def own_memory(self) -> list[int]:
         """Bytes of each replica's processes."""
         return self._map(RolloutWorker.own_memory)

@@ -233,8 +233,11 @@ class PPOTrainer:
         self.skipped_in_a_row = dict(state["skipped_in_a_row"])
         self.validations = {name: [(value, step) for value, step in found] for name, found in state["best"].items()}
         self.send_weights()
+        if "extra" in self.config.actor_rollout_ref.actor.checkpoint.load_contents:
+            workers.rollout.load_random_state(str(checkpoint.folder / "rollout"))
         steps = "" if self.sampler is None else f" of {self.data.total_training_steps}"
-        logger.info("resumed from %s: step %d%s is done", checkpoint.folder, checkpoint.step, steps)
+        loaded = ", ".join(self.config.actor_rollout_ref.actor.checkpoint.load_contents)
+        logger.info("resumed from %s: step %d%s is done; read: %s", checkpoint.folder, checkpoint.step, steps, loaded)
         changes = [
             f"{plain(key)} {plain(show(old))} → {plain(show(new))}"
             for key, (old, new) in changed_keys(self.config, checkpoint).items()
@@ -246,15 +249,16 @@ class PPOTrainer:
     def write_checkpoint(self) -> Path:
         """Everything a run needs to go on after this step, in a folder without its final name."""
         workers = self.workers
-        parts: dict[str, tuple[WorkerGroup[Any], Callable[..., str | None]]] = {
-            "actor": (workers.actor, ActorWorker.save_checkpoint)
-        }
-        if workers.critic is not None:
-            parts["critic"] = (workers.critic, CriticWorker.save_checkpoint)
         folder = self.checkpoints.begin(self.global_step)
-        for role, (group, method) in parts.items():
-            if refused := [problem for problem in group.call(method, str(folder / role)) if problem]:
-                raise OSError(refused[0])
+        refused = workers.actor.call(ActorWorker.save_checkpoint, str(folder / "actor"))
+        if workers.critic is not None:
+            refused += workers.critic.call(CriticWorker.save_checkpoint, str(folder / "critic"))
+        if "extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents:
+            refused += workers.rollout.save_random_state(str(folder / "rollout"))
+        if problems := [problem for problem in refused if problem]:
+            raise OSError(problems[0])
+        for role in ("actor", "critic") if workers.critic is not None else ("actor",):
+            self.data.tokenizer.save_pretrained(folder / role / "huggingface")
         self.checkpoints.complete(folder, self.state_dict())
         return folder
 

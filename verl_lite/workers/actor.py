@@ -19,6 +19,7 @@ from verl_lite.config import ActorConfig, ModelConfig
 from verl_lite.distributed.checkpoint import load_engine, save_engine
 from verl_lite.distributed.memory import own_memory_bytes
 from verl_lite.distributed.process_group import RankContext
+from verl_lite.models.export import HFExport
 from verl_lite.models.forward import to_rows
 from verl_lite.plugins import pick_options, resolve
 from verl_lite.protocol import DataProto
@@ -41,6 +42,7 @@ class ActorWorker:
         vocab_size: the tokenizer's size where the engine gives ids beyond it no probability; None: all the model's ids.
         """
         self.actor = actor
+        self.export = HFExport("policy", model.path, model.override_config, model.trust_remote_code)
         self.packed = model.use_remove_padding
         self.policy_loss = resolve(actor.policy_loss.loss_mode, POLICY_LOSSES, key="actor.policy_loss.loss_mode")
         self.select = selector(self.policy_loss)
@@ -179,7 +181,7 @@ class ActorWorker:
 
     def save_checkpoint(self, folder: str) -> str | None:
         """A collective. What the operating system refused, if anything."""
-        return save_engine(self.engine, Path(folder), self.actor.checkpoint.save_contents)
+        return save_engine(self.engine, Path(folder), self.actor.checkpoint.save_contents, self.export)
 
     def load_checkpoint(self, folder: str) -> None:
         """A collective; the ranks may be more or fewer than those that saved."""

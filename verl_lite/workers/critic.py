@@ -15,6 +15,7 @@ from verl_lite.config import CriticConfig
 from verl_lite.distributed.checkpoint import load_engine, save_engine
 from verl_lite.distributed.fsdp import DTYPES, FSDPEngine
 from verl_lite.distributed.process_group import RankContext
+from verl_lite.models.export import HFExport
 from verl_lite.models.forward import to_rows
 from verl_lite.models.loading import decoder_layers, enable_gradient_checkpointing, load_value_model
 from verl_lite.plugins import resolve
@@ -30,6 +31,7 @@ class CriticWorker:
         self.loss_scale_factor = loss_scale_factor
         self.value_loss = resolve("clipped", VALUE_LOSSES, key="critic.value_loss")
         model, fsdp = critic.model, critic.fsdp
+        self.export = HFExport("value", model.path, model.override_config, model.trust_remote_code)
 
         def build(on_meta: bool) -> nn.Module:
             value_model = load_value_model(
@@ -96,7 +98,7 @@ class CriticWorker:
 
     def save_checkpoint(self, folder: str) -> str | None:
         """A collective. What the operating system refused, if anything."""
-        return save_engine(self.engine, Path(folder), self.critic.checkpoint.save_contents)
+        return save_engine(self.engine, Path(folder), self.critic.checkpoint.save_contents, self.export)
 
     def load_checkpoint(self, folder: str) -> None:
         """A collective; the ranks may be more or fewer than those that saved."""

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from verl_lite.config import PolicyModelConfig, RolloutConfig, ValKwargs
 from verl_lite.distributed.memory import own_memory_bytes
 from verl_lite.distributed.process_group import RankContext
+from verl_lite.distributed.random_state import load_random_state, save_random_state
 from verl_lite.plugins import resolve
 from verl_lite.protocol import DataProto
 from verl_lite.rollout import ENGINES
@@ -71,6 +73,7 @@ class RolloutWorker:
             local_replicas=context.local_world_size,
             engine_kwargs=rollout.engine_kwargs.vllm if rollout.name == "vllm" else {},
         )
+        self._random_state_file = f"rank_{context.rank}.safetensors"
         engine_class = resolve(rollout.name, ENGINES, key="actor_rollout_ref.rollout.name")
         self._engine: Engine = engine_class(settings)
 
@@ -106,6 +109,20 @@ class RolloutWorker:
     def own_memory(self) -> int:
         """Bytes of this process and its engine's."""
         return own_memory_bytes(children=True)
+
+    def save_random_state(self, folder: str) -> str | None:
+        """Of this process: what an engine in it draws unseeded requests from; vLLM's has processes of its own.
+
+        Returns what the operating system refused, if anything.
+        """
+        try:
+            save_random_state(Path(folder) / self._random_state_file)
+        except OSError as error:
+            return str(error)
+        return None
+
+    def load_random_state(self, folder: str) -> None:
+        load_random_state(Path(folder) / self._random_state_file)
 
     def shutdown(self) -> None:
         self._engine.shutdown()
