@@ -443,7 +443,7 @@ def test_more_ranks_than_rows_is_a_note() -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({}, "algorithm.kl_ctrl.kl_coef=0.001"),
+        ({"algorithm.kl_ctrl.kl_coef": 0.002}, "algorithm.kl_ctrl.kl_coef=0.002"),
         ({}, f"{ROLLOUT}.gpu_memory_utilization=0.6"),
         ({f"{ACTOR}.use_kl_loss": False, f"{ACTOR}.kl_loss_coef": 0.5}, f"{ACTOR}.kl_loss_coef=0.5"),
         ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.0}, f"{ACTOR}.use_kl_loss=True"),
@@ -454,6 +454,10 @@ def test_more_ranks_than_rows_is_a_note() -> None:
 )
 def test_keys_without_effect_are_named(changes: dict[str, Any], key: str) -> None:
     assert any(note.startswith("No effect: ") and key in note for note in plan(changes).notes)
+
+
+def test_a_default_that_nobody_wrote_is_not_named() -> None:
+    assert not any("kl_ctrl" in note for note in plan().notes)
 
 
 def test_a_key_the_user_wrote_is_named_even_at_its_default() -> None:

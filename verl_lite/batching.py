@@ -784,9 +784,9 @@ def _notes(cfg: Config, actor: UpdatePlan, given: Collection[str]) -> Iterator[s
 
     in_loss, in_reward = policy.has_kl_loss, algorithm.use_kl_in_reward
     kl_coef, kl_type, *adaptive = [f"algorithm.kl_ctrl.{key}" for key in ("kl_coef", "type", "horizon", "target_kl")]
-    if in_loss and not in_reward:
+    if in_loss and not in_reward and (shown := written([kl_coef])):
         coef = f"{ACTOR}.kl_loss_coef={policy.kl_loss_coef}"
-        yield f"No effect: {kl_coef}={_get(cfg, kl_coef)}; the KL is in the loss ({coef}), not in the reward."
+        yield f"No effect: {shown}; the KL is in the loss ({coef}), not in the reward."
     reward_kl = [kl_coef] * (not in_loss) + [kl_type, *adaptive, "algorithm.kl_penalty"]
     switched = {f"{role}.lora_rank": [f"{role}.lora_alpha", f"{role}.target_modules"] for role in MODELS}
     switched[f"{ROLLOUT}.nnodes"] = [f"{ROLLOUT}.n_gpus_per_node"]

@@ -64,6 +64,7 @@ USAGE = """usage: python -m {module} [--config-name RECIPE] [--config-dir FOLDER
   --config-dir FOLDER    a folder with recipes of your own (--config-path is the same)
   key=value              overrides in Hydra's grammar: n=5  files=[a.parquet,b.parquet]  kwargs={{a: 1}}  'text="a=b"'
                          +key=value and ++key=value mean key=value; ~key takes back what a recipe set
+                         relative paths count from the folder the run is started in, a recipe's too
 
 recipes: {recipes}
 """

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import Lfm2Config, Lfm2ForCausalLM, OPTConfig, OPTForCausalLM
 
 from verl_lite.models.attention import PackedRows, packed_attention
@@ -84,6 +88,31 @@ def test_a_value_head_starts_at_zero_unless_the_folder_has_one(tiny_model_path: 
     )
     (tmp_path / "config.json").write_text(json.dumps(fresh.backbone.config.to_dict()))
     assert (load_value_model(str(tmp_path), **options).score.weight == 0.25).all()
+
+
+def test_a_hub_ids_value_head_and_end_tokens_are_read_as_a_folders(tiny_model_path: str, tmp_path: Path) -> None:
+    """From a cache as a download leaves it, without a network."""
+    snapshot = tmp_path / "models--owner--critic" / "snapshots" / "abc"
+    shutil.copytree(tiny_model_path, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    tensors = load_file(snapshot / "model.safetensors")
+    hidden = tensors["model.norm.weight"].shape[0]
+    save_file(
+        {**tensors, "score.weight": torch.full((1, hidden), 0.25)}, snapshot / "model.safetensors", {"format": "pt"}
+    )
+    (snapshot / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    code = """
+import torch
+from verl_lite.data.prompts import load_tokenizer
+from verl_lite.models.loading import load_value_model
+from verl_lite.trainer.setup import end_token_ids
+model = load_value_model("owner/critic", dtype=torch.float32, packed=False, override_config={})
+print((model.score.weight == 0.25).all().item(), end_token_ids("owner/critic", load_tokenizer("owner/critic")))
+"""
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True [1, 7]\n", done.stderr
 
 
 def test_rows_of_similar_length_share_a_bucket() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from transformers import (
@@ -59,13 +60,18 @@ def load_value_model(
     with torch.device("meta" if on_meta else "cpu"):
         model = ValueModel(backbone)
     if not on_meta:
-        for file in sorted(Path(path).glob("*.safetensors")):
+        for file in sorted(_folder(path).glob("*.safetensors")):
             with safe_open(file, framework="pt") as weights:
                 for name in ("weight", "bias"):
                     key, parameter = f"score.{name}", getattr(model.score, name)
                     if key in weights.keys() and weights.get_slice(key).get_shape() == list(parameter.shape):  # noqa: SIM118
                         parameter.data.copy_(weights.get_tensor(key))
     return model
+
+
+def _folder(path: str) -> Path:
+    """The model's folder; of a hub id, whose weights have just been loaded, that of its downloaded files."""
+    return Path(path if Path(path).is_dir() else snapshot_download(path, allow_patterns="*.safetensors"))
 
 
 def load_reward_model(
