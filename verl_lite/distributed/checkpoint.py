@@ -122,6 +122,14 @@ def load_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     _transfer(dcp.load, tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The whole tensors of a folder that any number of ranks has written, by this process alone."""
+    saved: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()}
+    load_tensors(tensors, folder)
+    return tensors
+
+
 def _load_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     saved = _saved_shapes(folder) if folder.is_dir() else {}
     optimizer.state.clear()
