@@ -205,13 +205,17 @@ def main() -> int:
             print(f"quickstart model and data: already there ({folder}, accuracy {facts['validation_accuracy']:.3f})")
             return 0
 
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix="quickstart-", dir=folder.parent))  # renamed when whole, never half there
+    except OSError as error:
+        print(f"VERL_LITE_HOME={home()} cannot be written to ({error}); set it to a folder that can", file=sys.stderr)
+        return 2
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # actively waiting threads crawl on a busy machine
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     print(f"quickstart model and data: making them under {folder} (about a minute)", flush=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix="quickstart-", dir=folder.parent))  # renamed when whole, never half there
     try:
         facts = prepare(beside, arguments.seed)
         if folder.exists():

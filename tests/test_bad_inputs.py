@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import prepare_quickstart
 import psutil
 import pytest
 from test_dead_keys import InProcess
@@ -225,9 +226,8 @@ EARLY = [
     case("validation file of another schema", VAL + "b.parquet",
          spoil=lambda f: write_parquet([{"q": "1"}], f / "b.parquet"),
          words=["data.val_files", "b.parquet has no column 'prompt'", "its columns: q"]),
-    case("terminal commands in the data", TRAIN + "[train.jsonl,a.jsonl]",
-         spoil=text("a.jsonl", '{"prompt": "\x1b]0;x\x07"'),
-         words=["a.jsonl is not valid jsonl"]),
+    case("terminal commands in the data", TRAIN + "a.jsonl", spoil=text("a.jsonl", '{"\\u001b[2Jprompt": 1}'),
+         words=["a.jsonl has no column 'prompt'", "its columns: \\x1b[2Jprompt"]),
     # models and tokenizers
     case("model folder missing", M + "path=./modle", words=[M + "path", "modle", "there: model"]),
     case("model not set", M + "path=null", words=[M + "path is not set"]),
@@ -459,6 +459,17 @@ def test_no_room_for_the_weights_is_refused_while_ray_starts(bench: Bench) -> No
     room = case("no room for the weights", words=["no room for", "MiB of weights", "set TMPDIR"])
     check(*bench.run(room), room)
     assert not bench.reached_workers
+
+
+@pytest.mark.parametrize("home", ["train.jsonl", "/proc/home"])
+def test_a_home_that_cannot_be_written_to_is_refused_by_the_preparation(bench: Bench, home: str) -> None:
+    bench.patch.setenv("VERL_LITE_HOME", home)
+    bench.patch.setattr(sys, "argv", ["prepare_quickstart.py"])
+    assert prepare_quickstart.main() == main_ppo.REFUSED
+    message = bench.capsys.readouterr().err
+    assert (
+        message.startswith(f"VERL_LITE_HOME={home} cannot be written to") and "set it to a folder that can" in message
+    )
 
 
 @pytest.fixture(scope="module")
