@@ -178,11 +178,11 @@ class Job:
 
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state of a checkpoint, by file and name; the ranks' random state is never drawn from."""
+    """Weights and optimizer state of a checkpoint, by file and name; not the random state, which seeded runs ignore."""
     return {
         f"{path.relative_to(folder)}:{name}": tensor
         for path in sorted(folder.rglob("*.safetensors"))
-        if "extra" not in path.parts
+        if not {"extra", "rollout"} & set(path.relative_to(folder).parts)
         for name, tensor in load_file(path).items()
     }
 
@@ -256,6 +256,12 @@ def kill_once(job: Job, trial: Trial, dice: random.Random, start_s: float) -> No
         trial.problems.append(f"step {newest} was saved and is lost")
 
 
+def shared_memory() -> set[str]:
+    """What engines and the weight transfer keep there."""
+    prefixes = ("psm_", "sem.mp-", "vllm_dist_", "verl_lite-")
+    return {path.name for path in Path("/dev/shm").glob("*") if path.name.startswith(prefixes)}
+
+
 def resume_step(job: Job, since: int) -> int | None:
     """From which step the run that was started last says that it goes on."""
     lines = [line for line in job.output()[since:].splitlines() if line.startswith("resumed from ")]
@@ -264,6 +270,7 @@ def resume_step(job: Job, since: int) -> int | None:
 
 def campaign(folder: Path, engine: str, plan: list[tuple[str, str]], dice: random.Random) -> list[Trial]:
     steps = 4 * len(plan) + 4
+    segments = shared_memory()
     calm, job = (Job(folder / name, engine, steps) for name in ("undisturbed", "killed"))
     for one in (calm, job):
         one.folder.mkdir()
@@ -308,6 +315,8 @@ def campaign(folder: Path, engine: str, plan: list[tuple[str, str]], dice: rando
         if job.process.wait(LIMIT_S) != 0 or job.newest() != steps:
             trials[-1].problems.append(f"the last run did not finish: {job.output()[-1000:]}")
         check(printed)
+        if left := shared_memory() - segments:
+            trials[-1].problems.append(f"left in shared memory: {sorted(left)}")
         if ended:
             ended[-1].problems.append("nothing says from where it went on")
     finally:

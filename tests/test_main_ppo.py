@@ -285,6 +285,19 @@ def test_a_dead_daemon_of_ray_ends_the_run(daemon: str, tmp_path: Path) -> None:
         assert started.none_left(timeout_s=0)
 
 
+def test_a_daemon_that_dies_while_ray_starts_ends_the_run(tmp_path: Path) -> None:
+    with run("sleep", tmp_path) as started:
+        deadline = time.monotonic() + 60
+        while not (raylets := [line for line in started.processes() if "raylet/raylet" in line]):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(int(raylets[0].split()[0]), signal.SIGKILL)
+        code, _, errors = started.end(timeout_s=50)
+        assert code == 1
+        assert "raylet" in errors and "died during" in errors
+        assert started.none_left(timeout_s=0)
+
+
 def test_bad_data_is_refused_by_its_message_alone(tmp_path: Path, running_cluster: dict[str, str]) -> None:
     with run("bad_data", tmp_path, **running_cluster) as started:
         code, _, errors = started.end(timeout_s=60)

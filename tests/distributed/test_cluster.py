@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from verl_lite.distributed import cluster
+from verl_lite.distributed.watchdog import shared_memory_of
 
 
 def test_a_daemon_that_ended_is_noticed_whether_or_not_somebody_has_waited_for_it(monkeypatch: pytest.MonkeyPatch):
@@ -27,3 +31,11 @@ def test_a_daemon_that_ended_is_noticed_whether_or_not_somebody_has_waited_for_i
     daemon.communicate()  # takes the exit code: the process is gone altogether
     with pytest.raises(cluster.RayDied):
         cluster.check_alive("step 1: gen")
+
+
+def test_a_semaphore_is_found_though_it_was_mapped_under_another_name() -> None:
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    path = Path("/dev/shm", f"sem.{semaphore._semlock.name.lstrip('/')}")  # type: ignore[attr-defined]
+    assert path.exists()
+    assert path in shared_memory_of([os.getpid()])
+    assert shared_memory_of([]) == set()

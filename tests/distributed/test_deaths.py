@@ -12,6 +12,7 @@ LOG = (
     "(EngineCore pid=41) ERROR 11-30 18:20:12 [core.py:99] Traceback\n"
     "\n"
     "Loading shards:  50%|#####     | 1/2 [00:00<00:00, 377.39it/s]\rLoading shards: 100%|##########| 2/2\n"
+    '(EngineCore pid=41) ERROR 11-30 18:20:12 [core.py:99]   File "core.py", line 1\n'
     "again\n"
     "between\n"
     "again\n"
@@ -20,7 +21,9 @@ LOG = (
 
 
 def test_the_last_lines_are_without_stamps_progress_repetitions_and_control_characters() -> None:
-    assert last_lines(LOG) == ["EngineCore: waiting", "EngineCore: Traceback", "between", "again", "red and a bell"]
+    lines = ["EngineCore: waiting", "EngineCore: Traceback", "between", "again", "red and a bell"]
+    assert last_lines(LOG) == [*lines[:2], 'EngineCore:   File "core.py", line 1', *lines[2:]]
+    assert last_lines(LOG, frames=False) == lines
     assert last_lines(LOG, 2) == ["again", "red and a bell"]
 
 

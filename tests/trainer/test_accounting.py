@@ -46,8 +46,14 @@ def test_a_mini_batch_size_that_is_not_used_stops_the_run(made: int) -> None:
 def test_too_many_skipped_updates_in_a_row_stop_the_run_and_a_good_one_starts_the_count_anew() -> None:
     counting = trainer(planned=2, max_skipped=2)
     counting.account("actor", one_rank(SKIPPED, SKIPPED), 1e-6)
-    with pytest.raises(RuntimeError, match="max_skipped_steps=2"):
+    counting.first_skipped = "step 6, actor: not finite: the loss; its rows are in run/nonfinite/step_6_actor.jsonl"
+    with pytest.raises(RuntimeError, match="max_skipped_steps=2") as caught:
         counting.account("actor", one_rank(SKIPPED, SKIPPED), 1e-6)
+    for words in (
+        counting.first_skipped, "actor/grad_norm", "lower actor_rollout_ref.actor.optim.lr=1e-06",
+        "a wider dtype than actor_rollout_ref.actor.fsdp_config.dtype=",
+    ):  # fmt: skip
+        assert words in str(caught.value)
     counting = trainer(planned=2, max_skipped=2)
     for _ in range(3):
         counting.account("actor", one_rank(SKIPPED, DONE), 1e-6)

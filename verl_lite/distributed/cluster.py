@@ -216,6 +216,8 @@ class RayCluster:
     def wait(self) -> None:
         """Wait until connected, at most `timeout_s` from the start."""
         while not self._connected.wait(0.2):
+            self._note_daemons()
+            check_alive("the start of Ray")
             if time.monotonic() - self._started_at > self._timeout_s:
                 where = self.address or "on this machine"
                 raise TimeoutError(f"Ray {where} did not answer within trainer.start_timeout_s={self._timeout_s:g} s")
@@ -226,11 +228,14 @@ class RayCluster:
                 root = root.__cause__
             reason = str(root).strip().rpartition("\n")[2]  # the lines before it are a traceback
             raise ConnectionError(f"Ray {where} cannot be used: {self._error}: {reason}") from self._error
-        if self.address is None:
-            for child in psutil.Process().children():
+        self._note_daemons()
+        logger.info("Ray ready after %.1f s", time.monotonic() - self._started_at)
+
+    def _note_daemons(self) -> None:
+        for child in psutil.Process().children() if self.address is None else []:
+            with contextlib.suppress(psutil.Error):
                 if child.name() in ("raylet", "gcs_server"):
                     _daemons[child.name()] = child.pid
-        logger.info("Ray ready after %.1f s", time.monotonic() - self._started_at)
 
     def close(self) -> None:
         """Disconnect, and end an embedded Ray; a daemon that doesn't end in time is left to the watchdog."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 LOG_LINES = 15
 LOG_BYTES = 1 << 18
-_PROGRESS = re.compile(r"\d+%\||\bit/s\b|\bs/it\b")  # tqdm, which vLLM and transformers use
+_NOISE = re.compile(r"\d+%\||\bit/s\b|\bs/it\b|\[shutdown\]")  # tqdm's bars; how vLLM takes itself down
+_FRAME = re.compile(r"(\w+: )?(\s|\^)")  # of a traceback
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # (EngineCore pid=1) INFO 11-30 18:20:11 [core.py:10] …, as vLLM writes
 _STAMP = re.compile(r"\((\w+) pid=\d+\) (?:\w+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
@@ -56,13 +57,16 @@ def blame_memory(oom_kills_before: int) -> str:
     return f"the kernel's OOM killer has not struck ({free}), so perhaps a memory limit of the job, or somebody"
 
 
-def last_lines(text: str, count: int = LOG_LINES) -> list[str]:
-    """The last useful lines of a log: no progress bars, empty lines, repetitions, stamps or control characters."""
+def last_lines(text: str, count: int = LOG_LINES, *, frames: bool = True) -> list[str]:
+    """The last useful lines of a log: no progress bars, empty lines, repetitions, stamps or control characters.
+
+    frames: with those of tracebacks; without, what led to an error has room.
+    """
     useful: dict[str, None] = {}
     for raw in text.splitlines():
         line = _STAMP.sub(r"\1: ", _COLOUR.sub("", raw).expandtabs(4)).rstrip()
         line = "".join(character for character in line if character.isprintable())
-        if line and not _PROGRESS.search(line):
+        if line and not _NOISE.search(line) and (frames or not _FRAME.match(line)):
             useful.pop(line, None)
             useful[line] = None
     return list(useful)[-count:]

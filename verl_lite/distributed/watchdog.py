@@ -42,14 +42,18 @@ def processes_of(run_id: str) -> Iterator[tuple[int, str]]:
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """The segments of multiprocessing that these processes have mapped: killed, they leave the files behind."""
-    held = set()
+    """Segments and semaphores of multiprocessing and vLLM that these processes have mapped: killed, they leave them."""
+    inodes = set()
     for pid in pids:
         with contextlib.suppress(OSError):  # no /proc, or gone meanwhile
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                name = line.partition("/dev/shm/")[2]
-                if name.startswith(("psm_", "sem.mp-")) and not name.endswith(" (deleted)"):
-                    held.add(Path("/dev/shm", name))
+                if "/dev/shm/" in line:
+                    inodes.add(int(line.split()[4]))  # a semaphore was mapped under another name than it has now
+    held = set()
+    for path in Path("/dev/shm").glob("*") if inodes else []:
+        with contextlib.suppress(OSError):
+            if path.name.startswith(("psm_", "sem.mp-", "vllm_dist_")) and path.stat().st_ino in inodes:
+                held.add(path)
     return held
 
 

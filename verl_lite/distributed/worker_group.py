@@ -37,6 +37,7 @@ from verl_lite.distributed import cluster
 from verl_lite.distributed.deaths import ProcessDied, blame_memory, end_of_file, last_lines, oom_kills
 from verl_lite.distributed.placement import ResourcePool, Slot, replica_slots
 from verl_lite.distributed.process_group import RankContext, bind_listener, init_process_group
+from verl_lite.distributed.watchdog import shared_memory_of
 
 logger = logging.getLogger(__name__)
 
@@ -213,9 +214,22 @@ class _Member:
     node: str
     log_path: Path | None
     pid: int = 0
+    segments: set[Path] = field(default_factory=set)  # of its processes in this machine's shared memory
 
     def __post_init__(self) -> None:
         self.actor = self.create()
+
+    def note_segments(self) -> None:
+        with contextlib.suppress(psutil.Error):
+            if self.pid and self.node in cluster.own_addresses():
+                children = psutil.Process(self.pid).children(recursive=True)
+                self.segments |= shared_memory_of([self.pid, *(child.pid for child in children)])
+
+    def remove_segments(self) -> None:
+        """What killed processes leave behind."""
+        for segment in self.segments:
+            segment.unlink(missing_ok=True)
+        self.segments = set()
 
 
 class _Hosts:
@@ -248,6 +262,8 @@ class _Hosts:
             role, what, references = self.starting[0]
             self.gather(role, references, what, starting=True)
             del self.starting[0]
+            for rank in references:
+                self.members[rank].note_segments()
 
     def gather(
         self, role: str, references: Mapping[int, Any], what: str, *, starting: bool = False, spared: int = 0
@@ -300,6 +316,7 @@ class _Hosts:
         """End the hosts at once (None: all of them)."""
         for rank in range(len(self.members)) if ranks is None else ranks:
             ray.kill(self.members[rank].actor, no_restart=True)
+            self.members[rank].remove_segments()
 
     def _error(
         self, role: str, failures: Mapping[int, _Failure | RayError], what: str, silent: Sequence[int] = ()
@@ -317,7 +334,7 @@ class _Hosts:
             details = [failure.traceback, self._log_tail(rank, failure.traceback)]
         elif isinstance(failure, _Failure):
             happened = "lost its process"
-            details = [failure.message, self._log_tail(rank, failure.echo, failure.traceback)]
+            details = [failure.message, self._log_tail(rank, failure.echo, failure.traceback, frames=False)]
         else:
             happened = "died" if isinstance(failure, RayActorError) else f"was lost to {type(failure).__name__}"
             reason = str(failure).partition(" Some common causes")[0]  # advice about `ray stop` and other clusters
@@ -368,7 +385,7 @@ class _Hosts:
         member = self.members[rank]
         return {"role": role, "rank": rank, "node": member.node, "pid": member.pid, "phase": what}
 
-    def _log_tail(self, rank: int, *known: str) -> str:
+    def _log_tail(self, rank: int, *known: str, frames: bool = True) -> str:
         """The last lines of a rank's log, up to the first of these texts that it has, which is known already."""
         path = self.members[rank].log_path
         if path is None:
@@ -377,7 +394,7 @@ class _Hosts:
             return f"(its log is {path} on its node)"
         text = end_of_file(path)
         cut = next((text.rindex(part) for part in known if part and part in text), len(text) + 1)
-        lines = last_lines(text[: text.rfind("\n", 0, cut) + 1] if cut <= len(text) else text)
+        lines = last_lines(text[: text.rfind("\n", 0, cut) + 1] if cut <= len(text) else text, frames=frames)
         return "\n".join([f"last lines of {path}:", *(f"  {line}" for line in lines)]) if lines else ""
 
 
