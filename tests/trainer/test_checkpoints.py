@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,7 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import CHECKPOINT_STATE
 
-from verl_lite.trainer.checkpoints import TRACKER, Checkpoint, Checkpoints, find_checkpoint, plain
+from verl_lite.trainer.checkpoints import (
+    LOCK,
+    TRACKER,
+    Checkpoint,
+    Checkpoints,
+    find_checkpoint,
+    plain,
+    resume_problems,
+)
 
 HEADER = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
 WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(8)  # two zeros as safetensors
@@ -121,7 +130,7 @@ def test_no_change_of_the_disk_is_a_moment_at_which_the_newest_is_lost(
         assert find(directory).state["kl_controller"] == {"kl_coef": stamp}  # type: ignore[union-attr]
         write(Checkpoints(directory, {"actor": 1, "critic": 2}), 8, 4.0)  # nothing left behind is in the way
         assert (steps(directory, "actor"), len(steps(directory, "critic"))) == ({8}, 2)
-        assert not [path for path in directory.iterdir() if path.name.startswith(".")]
+        assert [path.name for path in directory.iterdir() if path.name.startswith(".")] == [LOCK]
         if finished and INTERRUPTION.left == 0 and not isinstance(error, OSError):
             break
         if change == 60:  # an error while old ones are removed is a warning: such saves finish too
@@ -214,7 +223,35 @@ def test_folders_that_are_not_checkpoints_are_left_alone(tmp_path: Path) -> None
     checkpoints = Checkpoints(tmp_path, {"actor": 1})
     for step in (2, 3, 4):
         write(checkpoints, step)
-    assert {path.name for path in tmp_path.iterdir()} == {*others, "global_step_4", TRACKER}
+    assert {path.name for path in tmp_path.iterdir()} == {*others, "global_step_4", TRACKER, LOCK}
+
+
+def test_two_runs_do_not_save_in_one_folder(saved: Path) -> None:
+    """Both would take the other's folder for a leftover, and remove the other's checkpoints as too old."""
+    code = (
+        "import sys; from pathlib import Path; from verl_lite.trainer.checkpoints import Checkpoints\n"
+        "run = Checkpoints(Path(sys.argv[1]), {'actor': 1}); print(run.begin(5), flush=True); input()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(saved)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    folder = Path(other.stdout.readline().strip())
+    try:
+        ours = Checkpoints(saved, {"actor": 1})
+        with pytest.raises(OSError, match="another run is saving there; give each run a folder of its own"):
+            write(ours, 6)
+        ours.discard()
+        assert folder.is_dir()
+        trainer = SimpleNamespace(resume_mode="disable", save_freq=1, default_local_dir=str(saved))
+        [problem] = resume_problems(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
+        assert problem.startswith(f"trainer.default_local_dir={saved} cannot be used: another run is saving there")
+    finally:
+        other.kill()
+        other.communicate()
+    assert resume_problems(SimpleNamespace(trainer=trainer)) == []  # type: ignore[arg-type]
+    write(ours, 6)
+    assert steps(saved) == {6}
 
 
 # --- what is found ----------------------------------------------------------------------------------------------------

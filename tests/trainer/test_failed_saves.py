@@ -20,7 +20,7 @@ from training import cut, make_actor, ragged_batch, update
 from verl_lite.config import CheckpointConfig
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.trainer import checkpoints
-from verl_lite.trainer.checkpoints import TRACKER
+from verl_lite.trainer.checkpoints import LOCK, TRACKER
 from verl_lite.trainer.ppo import PPOTrainer
 
 SAVING = [*ADAPTIVE, "trainer.save_freq=1", "trainer.total_training_steps=4"]
@@ -89,13 +89,17 @@ def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(
             error = runs.run(*SAVING, place)[-1]
         assert error.startswith(f"CheckpointError step 3 could not be saved in {place}: "), error
         assert any(message in error for message in disk.messages)
-        assert {path.name for path in disk.folder.iterdir()} == {"global_step_1", "global_step_2", TRACKER}
+        assert {path.name for path in disk.folder.iterdir()} == {"global_step_1", "global_step_2", TRACKER, LOCK}
         assert (disk.folder / TRACKER).read_text() == "2"
         assert [line["step"] for line in runs.metrics()] == [1, 2]  # what is logged as a step is also saved
         disk.grow(5 * step_bytes)
         lines = runs.run(*SAVING, place)
         assert any("global_step_2" in line and "step 2 of 4 is done" in line for line in lines), lines
-        assert {path.name for path in disk.folder.iterdir()} == {*(f"global_step_{n}" for n in (1, 2, 3, 4)), TRACKER}
+        assert {path.name for path in disk.folder.iterdir()} == {
+            *(f"global_step_{n}" for n in (1, 2, 3, 4)),
+            TRACKER,
+            LOCK,
+        }
     finally:
         disk.remove()
 

@@ -12,6 +12,8 @@ heavy loads.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import logging
 import math
@@ -23,7 +25,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from verl_lite.config import Config, redacted
 
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "trainer.json"
+LOCK = ".lock"
 FORMAT = 1
 # Before the name of a folder that is not there yet, or not any more; while a replaced one has no successor it counts.
 BEING_WRITTEN, BEING_REPLACED, BEING_REMOVED = ".writing_", ".replaced_", ".removing_"
@@ -292,6 +295,12 @@ def resume_problems(config: Config) -> list[str]:
     else:
         if checkpoint is not None:
             problems += list(_misfits(config, checkpoint))
+    directory = Path(config.trainer.default_local_dir)
+    if config.trainer.save_freq > 0 and (directory / LOCK).is_file():
+        try:
+            _claim(directory).close()
+        except OSError as error:
+            problems.append(f"trainer.default_local_dir={directory} cannot be used: {error}")
     return problems
 
 
@@ -363,10 +372,14 @@ class Checkpoints:
         """keep: for each role how many checkpoints have its part; None: all."""
         self.directory, self.keep = directory, keep
         self._saved_at: dict[Path, float] = {}  # of the folders that are there
+        self._lock: TextIO | None = None
+        self._begun: Path | None = None
 
     def begin(self, step: int) -> Path:
         """A new folder that nobody takes for a checkpoint yet."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        if self._lock is None or not (self.directory / LOCK).exists():
+            self._lock = _claim(self.directory)
         for leftover in self._leftovers(BEING_WRITTEN, BEING_REPLACED, BEING_REMOVED):
             final = self.directory / leftover.name.removeprefix(BEING_REPLACED)
             if leftover.name.startswith(BEING_REPLACED) and not final.exists():
@@ -375,6 +388,7 @@ class Checkpoints:
                 shutil.rmtree(leftover)
         folder = self.directory / f"{BEING_WRITTEN}global_step_{step}"
         folder.mkdir()
+        self._begun = folder
         return folder
 
     def _leftovers(self, *prefixes: str) -> list[Path]:
@@ -396,8 +410,8 @@ class Checkpoints:
 
     def discard(self) -> None:
         """What was begun and cannot be completed gives its room back."""
-        for folder in self._leftovers(BEING_WRITTEN):
-            shutil.rmtree(folder, ignore_errors=True)
+        if self._begun is not None:
+            shutil.rmtree(self._begun, ignore_errors=True)
         with contextlib.suppress(OSError):
             (self.directory / f".{TRACKER}").unlink(missing_ok=True)
 
@@ -446,6 +460,19 @@ class Checkpoints:
                         shutil.rmtree(folder / role)
             else:
                 shutil.rmtree(folder.rename(self.directory / f"{BEING_REMOVED}{folder.name}"))
+
+
+def _claim(directory: Path) -> TextIO:
+    """Hold the folder as long as the file is open: of two runs each would remove what the other writes."""
+    lock = (directory / LOCK).open("a")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            lock.close()
+            raise OSError("another run is saving there; give each run a folder of its own") from None
+        # Some file systems know no locks.
+    return lock
 
 
 def _sync(path: Path) -> None:
