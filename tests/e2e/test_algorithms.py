@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import export_hf
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import addition_rows, tiny_model, tiny_reward_model, write_jsonl
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from verl_lite.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from verl_lite.distributed.placement import ResourcePool
@@ -25,6 +27,7 @@ from verl_lite.plan import compose_plan
 from verl_lite.protocol import DataProto
 from verl_lite.rewards.managers import RewardManager
 from verl_lite.rewards.pool import RewardPool
+from verl_lite.trainer.checkpoints import read_checkpoint
 from verl_lite.trainer.ppo import PPOTrainer, forward
 from verl_lite.trainer.setup import (
     TrainingData,
@@ -214,6 +217,50 @@ def test_an_adaptive_coefficient_rises_above_the_target_and_falls_below(target: 
     assert metrics["actor/reward_kl_penalty"] > 1e-6
     assert metrics["actor/reward_kl_penalty_coeff"] == before
     assert trainer.kl_controller.kl_coef == pytest.approx(factor * before)
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    """The tensors of a checkpoint, those of all ranks."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("rank_*"))} | {
+        f"{path.relative_to(folder)}:{name}": tensor.numpy().tobytes()
+        for path in sorted(folder.rglob("shard-*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_equals_the_uninterrupted_one(job: Job, tmp_path: Path) -> None:
+    """Cases B079, B082 with the real engine, on two ranks: PPO, adaptive KL; and what transformers answers with it."""
+    keys = (
+        "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=16", "trainer.total_training_steps=4", f"trainer.default_local_dir={tmp_path}",
+    )  # fmt: skip
+    whole, steps = job.trainer(*keys), []
+    for _ in range(4):
+        steps.append(take_step(whole))
+        if whole.global_step % 2 == 0:
+            whole.checkpoints.commit(whole.write_checkpoint())
+    (tmp_path / "global_step_4").rename(tmp_path / "uninterrupted")
+
+    resumed = job.trainer(*keys)
+    resumed.resume(read_checkpoint(tmp_path / "global_step_2"))
+    for batch, metrics in steps[2:]:
+        again, more = take_step(resumed)
+        assert all(torch.equal(column, again.batch[name]) for name, column in batch.batch.items())
+        exact = [name for name in metrics if not name.startswith(("timing", "perf/", "reward/p99_s"))]
+        assert {name: metrics[name] for name in exact} == {name: more[name] for name in exact}
+    resumed.checkpoints.commit(resumed.write_checkpoint())
+    wanted, found = (everything_in(tmp_path / name) for name in ("uninterrupted", "global_step_4"))
+    assert wanted.keys() == found.keys() and [name for name in wanted if wanted[name] != found[name]] == []
+
+    assert export_hf.main([str(tmp_path / "global_step_4"), str(tmp_path / "hf")]) == 0
+    model, prompts = AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), resumed.next_prompts()
+    greedy = resumed.generate(prompts, "baseline").batch
+    for ids, response, mask in zip(
+        prompts.non_tensor_batch["prompt_ids"], greedy["responses"], greedy["response_mask"], strict=True
+    ):
+        given = torch.tensor([ids])
+        answer = model.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=6)
+        assert answer[0, len(ids) :].tolist() == response[mask.bool()].tolist()
 
 
 def names(text: str) -> list[str]:
