@@ -88,7 +88,10 @@ def halves(runs: Runs, base: Sequence[str]) -> tuple[Any, Any]:
     return whole, (runs.metrics(), runs.tensors(4))
 
 
-@pytest.mark.parametrize("base", [BASE, KL, ADAPTIVE], ids=["grpo", "kl_loss", "ppo_adaptive_kl"])
+UNSEEDED = [*BASE, "actor_rollout_ref.rollout.seed=null"]  # this engine draws from its process's random state
+
+
+@pytest.mark.parametrize("base", [BASE, KL, ADAPTIVE, UNSEEDED], ids=["grpo", "kl_loss", "ppo_adaptive_kl", "unseeded"])
 def test_two_steps_resumed_for_two_more_are_four(runs: Runs, base: list[str]) -> None:
     """verl-project/verl#5725 (B079): of 8 prompts 4 a step, an epoch ends exactly where the run is resumed."""
     (metrics, tensors), (resumed_metrics, resumed_tensors) = halves(runs, base)
