@@ -158,6 +158,30 @@ def test_whatever_of_a_save_fails_the_next_run_goes_on(
     assert (runs.folder / TRACKER).read_text() == "4"
 
 
+def test_a_model_folder_that_is_gone_after_the_start_does_not_end_the_run(
+    runs: Runs,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Settings are saved with every step; those of a hub's model must not need the hub each time."""
+    begin = checkpoints.Checkpoints.begin
+
+    def removed(self: checkpoints.Checkpoints, step: int) -> Path:
+        if step == 2:
+            (runs.workshop.folder / "model").rename(runs.workshop.folder / "moved")
+        return begin(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.Checkpoints, "begin", removed)
+        try:
+            runs.run(*SAVING, "trainer.total_training_steps=2")
+        finally:
+            (runs.workshop.folder / "moved").rename(runs.workshop.folder / "model")
+    assert runs.steps() == ["1", "2"]
+    for role in ("actor", "critic"):
+        first, second = (runs.folder / f"global_step_{step}/{role}/huggingface/config.json" for step in (1, 2))
+        assert first.read_text() == second.read_text()
+
+
 def test_a_folder_that_is_a_link_to_another_file_system_is_used_as_any_other(
     runs: Runs,  # noqa: F811
     tmp_path: Path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,20 +32,26 @@ class HFExport:
     override_config: Mapping[str, Any]
     trust_remote_code: bool = False
 
+    def read(self) -> None:
+        """Read what saving needs of `path`: when a step is saved, the folder may be gone or the hub out of reach."""
+        _ = self._skeleton
+        if self.kind == "policy":
+            _ = self._generation_config
+
     def save_settings(self, folder: Path, dtype: torch.dtype) -> None:
         """config.json and, of a policy, generation_config.json: enough to export the weights later."""
-        model = self._skeleton(dtype)
+        model = self._skeleton.to(dtype)
         model.config.dtype, model.config.architectures = str(dtype).removeprefix("torch."), [type(model).__name__]
         model.config.save_pretrained(folder)
         if self.kind == "policy":
-            self._generation_config(model).save_pretrained(folder)
+            self._generation_config.save_pretrained(folder)
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """All of it. tensors: whole ones, as `distributed.checkpoint.model_tensors` names them."""
         dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-        model = self._skeleton(dtype)
+        model = self._skeleton.to(dtype)
         if self.kind == "policy":
-            model.generation_config = self._generation_config(model)
+            model.generation_config = self._generation_config
         own = {"lm.": "", "backbone.": "" if model.base_model is model else f"{model.base_model_prefix}."}
         named = {}
         for name, tensor in tensors.items():
@@ -52,7 +59,8 @@ class HFExport:
             named[own.get(prefix, "") + name.removeprefix(prefix)] = tensor
         model.save_pretrained(str(folder), state_dict=named)
 
-    def _skeleton(self, dtype: torch.dtype) -> PreTrainedModel:
+    @functools.cached_property
+    def _skeleton(self) -> PreTrainedModel:
         """The modules without storage."""
         override = {k: v for k, v in self.override_config.items() if k != "attn_implementation"}
         labels = {"num_labels": 1} if self.kind == "value" else {}
@@ -60,7 +68,7 @@ class HFExport:
             self.path, trust_remote_code=self.trust_remote_code, **override, **labels
         )
         with torch.device("meta"):
-            options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": self.trust_remote_code}
+            options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
             if self.kind == "policy":
                 return AutoModelForCausalLM.from_config(config, **options)
             try:
@@ -68,8 +76,9 @@ class HFExport:
             except ValueError:  # transformers has none of this architecture: the bare model, and the head beside it
                 return AutoModel.from_config(config, **options)
 
-    def _generation_config(self, model: PreTrainedModel) -> GenerationConfig:
+    @functools.cached_property
+    def _generation_config(self) -> GenerationConfig:
         try:
             return GenerationConfig.from_pretrained(self.path)
         except OSError:  # it has none
-            return model.generation_config or GenerationConfig()
+            return self._skeleton.generation_config or GenerationConfig()

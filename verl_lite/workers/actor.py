@@ -67,6 +67,8 @@ class ActorWorker:
             sync_every_micro_batch=not actor.fsdp_config.use_no_sync_for_gradient_accumulation,
             optimizer_offload=actor.fsdp_config.optimizer_offload,
         )
+        if context.rank == 0:
+            self.export.read()
 
     def compute_log_probs(self, shard: DataProto, schedule: RankSchedule) -> DataProto:
         """`old_log_probs` and `entropies` (nats) of the shard's rows, each [B, R], 0 where `response_mask` is 0."""

@@ -53,6 +53,8 @@ class CriticWorker:
             sync_every_micro_batch=not fsdp.use_no_sync_for_gradient_accumulation,
             optimizer_offload=fsdp.optimizer_offload,
         )
+        if context.rank == 0:
+            self.export.read()
 
     def compute_values(self, shard: DataProto, schedule: RankSchedule) -> DataProto:
         """`values` [B, R] of the shard's rows, read before each response token; 0 where `response_mask` is 0."""
