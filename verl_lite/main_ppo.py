@@ -81,7 +81,6 @@ def _run(config: Config, plan: BatchPlan) -> int:
     signals = _Signals(config.trainer.preempt_grace_s, saving=config.trainer.save_freq > 0)
     with lock, signals, (log_dir / "driver.log").open("a") as log:
         console = _log_to(log, secrets_of(config))
-        signals.console = console
         watchdog = Watchdog(log_dir)
         cluster: RayCluster | None = None
         started = False
@@ -193,7 +192,7 @@ class _Signals:
 
     def __init__(self, grace_s: float, *, saving: bool) -> None:
         self.stop = StopRequest()
-        self.console = sys.stderr
+        self._console = 2
         self.interrupting = self._saved = False
         self._grace_s, self._saving = grace_s, saving
         self._received: list[int] = []
@@ -202,6 +201,7 @@ class _Signals:
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> _Signals:
+        self._console = os.dup(2)  # before standard error goes to the log
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGALRM, *PREEMPTIONS):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
                 self._previous[number] = signal.signal(number, self._receive)
@@ -211,6 +211,7 @@ class _Signals:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        os.close(self._console)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGALRM:
@@ -227,9 +228,7 @@ class _Signals:
             self._interrupt()
         text = f"{self._name}: the step under way is finished and saved first, for at most"
         # Not `print`: the handler may have come in the middle of one.
-        os.write(
-            self.console.fileno(), f"\n{text} trainer.preempt_grace_s={self._grace_s:g} s (again: at once)\n".encode()
-        )
+        os.write(self._console, f"\n{text} trainer.preempt_grace_s={self._grace_s:g} s (again: at once)\n".encode())
         self.stop.set()
         signal.setitimer(signal.ITIMER_REAL, self._grace_s)
 
