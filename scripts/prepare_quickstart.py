@@ -5,7 +5,10 @@ Writes `$VERL_LITE_HOME/quickstart/{model,train.parquet,val.parquet,prepared.jso
 greedy accuracy on the validation problems lies between 0.48 and 0.55: low enough that GRPO has something to teach, high
 enough that most groups hold both right and wrong answers. A second call finds everything in place and returns.
 
-    python scripts/prepare_quickstart.py [--force] [--seed N]
+With --critic also `critic/`, which quickstart_ppo.yaml starts its critic from: the same model taught for a minute, on
+the training problems, to tell right answers from wrong ones.
+
+    python scripts/prepare_quickstart.py [--critic] [--force] [--seed N]
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ NUM_VALIDATION = 512
 TARGET_ACCURACY = (0.48, 0.55)
 BATCH_SIZE = 32  # small on purpose: steps with noise leave weights that reinforcement can still move
 TIME_LIMIT_S = 600.0
+CRITIC_STEPS = 1000  # after 500 it does not see a wrong carry yet
 
 
 def home() -> Path:
@@ -144,6 +148,81 @@ def warm_start(model: Any, train: Any, validation: Any, seed: int) -> float:
     )
 
 
+def spoil(rows: Any, generator: Any) -> Any:
+    """Problems with their answers [B, 10] → the same with some digits of the answers replaced, half of them by a
+    neighbour (a carry forgotten is the policy's usual mistake); of a row's digits a tenth, a third or nearly all."""
+    import torch
+
+    answers = rows[:, 6:]
+    random_digits = torch.randint(10, answers.shape, generator=generator)
+    steps = torch.randint(2, answers.shape, generator=generator) * 2 - 1
+    neighbours = (answers - 2 + steps) % 10
+    digits = torch.where(torch.rand(answers.shape, generator=generator) < 0.5, random_digits, neighbours)
+    share = torch.tensor([0.1, 0.3, 0.9])[torch.randint(3, (len(rows), 1), generator=generator)]
+    chosen = (torch.rand(answers.shape, generator=generator) < share) & (answers >= 2)
+    return torch.cat([rows[:, :6], torch.where(chosen, digits + 2, answers)], 1)
+
+
+def teach_verifier(model: Any, train: Any, validation: Any, seed: int) -> float:
+    """Teach a transformer without a head to judge answers; returns the share of validation tokens judged rightly.
+
+    At each token of an answer it learns whether the answer is right so far, and which token would have been right:
+    without the second, which teaches it to work out the sum where the answer stands, the first takes far longer.
+    """
+    import torch
+    from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    judge, solver = torch.nn.Linear(128, 1), torch.nn.Linear(128, 12)  # thrown away: the critic's head starts at 0
+    parameters = [*model.parameters(), *judge.parameters(), *solver.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
+
+    def judged(rows: Any) -> tuple[Any, Any, Any, Any]:
+        read = spoil(rows, generator)
+        hidden = model(input_ids=read).last_hidden_state[:, 6:]
+        right_so_far = (read == rows)[:, 6:].int().cummin(1).values.float()
+        return hidden, judge(hidden)[..., 0], right_so_far, rows[:, 6:] != 0
+
+    for step in range(1, CRITIC_STEPS + 1):
+        rows = train[torch.randint(len(train), (64,), generator=generator)]
+        hidden, logits, labels, real = judged(rows)
+        loss = binary_cross_entropy_with_logits(logits[real], labels[real])
+        loss = loss + cross_entropy(solver(hidden[real]), rows[:, 6:][real])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, step / 50, max(0.1, 2 - 2 * step / CRITIC_STEPS))
+        optimizer.step()
+        if step % 200 == 0:
+            print(f"  step {step:4d}  loss {loss.item():.3f}", flush=True)
+    with torch.no_grad():
+        _, logits, labels, real = judged(validation)
+    return float(((logits > 0) == labels.bool())[real].float().mean())
+
+
+def prepare_critic(folder: Path, seed: int) -> None:
+    """Write `critic` under the prepared `folder`, from its model; nothing if it is there."""
+    from transformers import AutoModel
+
+    if (folder / "critic").exists():
+        print(f"quickstart critic: already there ({folder / 'critic'})")
+        return
+    print("quickstart critic: teaching a copy of the model to judge answers (about a minute)", flush=True)
+    started, model = time.monotonic(), AutoModel.from_pretrained(folder / "model")
+    train, validation = split_problems(seed)
+    share = teach_verifier(model, encode(train), encode(validation), seed)
+    beside = Path(tempfile.mkdtemp(prefix="critic-", dir=folder))
+    try:
+        model.save_pretrained(str(beside))
+        beside.rename(folder / "critic")
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    seconds = time.monotonic() - started
+    print(f"quickstart critic: judges {share:.3f} of the validation problems' tokens rightly, {seconds:.1f} s")
+
+
 def prepare(folder: Path, seed: int) -> dict[str, Any]:
     """Write model, data and `prepared.json` under `folder`, which must not exist; returns what prepared.json holds."""
     import pyarrow as pa
@@ -193,31 +272,38 @@ def prepare(folder: Path, seed: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make the quickstart's model and data.")
+    parser.add_argument("--critic", action="store_true", help="also make what quickstart_ppo starts its critic from")
     parser.add_argument("--force", action="store_true", help="make them again even when they are there")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the model and its warm start")
     arguments = parser.parse_args()
 
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # actively waiting threads crawl on a busy machine
     folder = home() / "quickstart"
     stamp = folder / "prepared.json"
-    if stamp.exists() and not arguments.force:
-        facts = json.loads(stamp.read_text())
-        if facts["recipe_version"] == RECIPE_VERSION and facts["seed"] == arguments.seed:
-            print(f"quickstart model and data: already there ({folder}, accuracy {facts['validation_accuracy']:.3f})")
-            return 0
+    facts = json.loads(stamp.read_text()) if stamp.exists() and not arguments.force else {}
+    if (facts.get("recipe_version"), facts.get("seed")) == (RECIPE_VERSION, arguments.seed):
+        print(f"quickstart model and data: already there ({folder}, accuracy {facts['validation_accuracy']:.3f})")
+    else:
+        make(folder, arguments.seed)
+    if arguments.critic:
+        prepare_critic(folder, arguments.seed)
+    return 0
 
+
+def make(folder: Path, seed: int) -> None:
+    """Put a new preparation in the folder's place."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix="quickstart-", dir=folder.parent))  # renamed when whole, never half there
     except OSError as error:
         print(f"VERL_LITE_HOME={home()} cannot be written to ({error}); set it to a folder that can", file=sys.stderr)
-        return 2
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # actively waiting threads crawl on a busy machine
+        raise SystemExit(2) from error
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     print(f"quickstart model and data: making them under {folder} (about a minute)", flush=True)
     try:
-        facts = prepare(beside, arguments.seed)
+        facts = prepare(beside, seed)
         if folder.exists():
             shutil.rmtree(folder)
         beside.rename(folder)
@@ -228,7 +314,6 @@ def main() -> int:
         f"{facts['validation_accuracy']:.3f}, {facts['train_rows']} training and {facts['val_rows']} validation "
         f"problems, {facts['seconds']} s"
     )
-    return 0
 
 
 if __name__ == "__main__":

@@ -197,7 +197,10 @@ def _machine_problems(config: Config) -> Iterator[str]:
 def _what_is_there(path: Path) -> str:
     """Names beside a missing path that look like it, or the deepest folder that does exist."""
     if path.is_relative_to(prepared_folder()):
-        return "; the scripts/prepare_*.py make what a recipe needs (the quickstart's: bash scripts/quickstart.sh)"
+        return (
+            "; the scripts/prepare_*.py make what a recipe needs (the quickstart's: bash scripts/quickstart.sh, "
+            "quickstart_ppo's: python scripts/prepare_quickstart.py --critic)"
+        )
     if not path.parent.is_dir():
         there = next((str(parent) for parent in path.parents if parent.is_dir()), "/")
         return f" (folders exist up to {there})"
