@@ -353,6 +353,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where the table is written too")
     parser.add_argument("--keep", action="store_true", help="keep the folder of the runs")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the runs are ended too
     dice = random.Random(options.seed)
     kills = {"hf": options.kills, "vllm": options.kills}
     if options.engine == "both":

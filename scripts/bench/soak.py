@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -41,6 +42,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON with every sample")
     parser.add_argument("overrides", nargs="*", help="key=value of the run")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run is ended too
     folder = Path(tempfile.mkdtemp(prefix="verl_lite-soak-"))
     make_inputs(folder)
     (folder / "run").mkdir()

@@ -255,6 +255,8 @@ def _environment(settings: EngineSettings) -> dict[str, str]:
         environment |= {
             "VLLM_CPU_OMP_THREADS_BIND": cores,
             "OMP_WAIT_POLICY": "PASSIVE",  # active waiting starves the other processes on these cores
+            # oneDNN keeps the kernels of so many shapes; its own 1024 grow to 100 MiB in the first hundreds of steps.
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256"),
         }
         if settings.enforce_eager:
             environment["TORCHDYNAMO_DISABLE"] = "1"  # the sampler's compiled helper costs 22 s at the first token
