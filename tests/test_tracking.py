@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -178,6 +179,22 @@ def test_a_tracker_that_cannot_start_warns_and_the_run_goes_on(
         "tensorboard could not start",
     ]
     assert lines(tmp_path)[0]["x"] == 1
+
+
+def test_a_full_disk_is_named_and_what_it_took_of_a_line_is_cut_at_the_next_start(tmp_path: Path) -> None:
+    tracking = open_tracking(tmp_path)
+    tracking.log({"x": 1}, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large, in trainer.run_dir: '.*metrics.jsonl'"):
+            tracking.log({"x": 2}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[1] == '{"step": 2'
+    tracking.finish()
+    open_tracking(tmp_path).log({"x": 3}, 2)
+    assert [line["x"] for line in lines(tmp_path)] == [1, 3]
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------

@@ -194,6 +194,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._cut_torn_line()
 
@@ -206,8 +207,14 @@ class JsonLines:
 
     def log(self, plain: Mapping[str, Any], step: int) -> None:
         line = json.dumps({"step": step, "time": round(time.time(), 3), **plain}, allow_nan=False) + "\n"
-        # One write of the whole line: whatever kills the process, the file holds whole lines.
-        os.write(self._file, line.encode())
+        # One write of the whole line: whatever kills the process, the file holds whole lines. Only a full disk takes a
+        # part, and says so when it is given the rest.
+        rest = line.encode()
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}, in trainer.run_dir", str(self._path)) from error
 
     def finish(self) -> None:
         if self._file >= 0:
