@@ -274,7 +274,7 @@ EARLY = [
     case("tracker not installed", "trainer.logger=[swanlab]", words=["'swanlab'", "pip install swanlab"]),
     case("GPUs that are not there", "trainer.device=cuda", "trainer.n_gpus_per_node=8",
          words=["trainer.device=cuda", "n_gpus_per_node=8", "has 0 GPUs", "trainer.device=cpu"]),
-    case("more ranks than the machine bears", "trainer.n_gpus_per_node=40", "trainer.nnodes=100",
+    case("more ranks than the machine bears", "trainer.n_gpus_per_node=4000",
          "data.train_batch_size=4000", A + "ppo_mini_batch_size=4000",
          words=["4000 ranks", "type trainer.nnodes=1 trainer.n_gpus_per_node="]),
     case("cluster that is not there", "ray_kwargs.ray_init.address=127.0.0.1:1",

@@ -141,6 +141,9 @@ def run(mode: str, folder: Path, *overrides: str, **environment: str) -> Iterato
         ("data.train_files=/nowhere/train.parquet", ["data.train_files", "/nowhere/train.parquet"]),
         ("actor_rollout_ref.model.path=/nowhere/model", ["actor_rollout_ref.model.path", "/nowhere/model"]),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=3", ["ppo_mini_batch_size=3", "train_batch_size=4"]),
+        ("trainer.nnodes=2", ["trainer.nnodes=2 without a cluster", "docs/clusters.md"]),
+        ("ray_kwargs.ray_init.address=ray://head:10001", ["Ray's client is not supported", "HOST:6379"]),
+        ("ray_kwargs.ray_init.address=http://head:8265", ["ray job submit --address http://head:8265 -- "]),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(

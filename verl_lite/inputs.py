@@ -176,12 +176,25 @@ def _machine_problems(config: Config) -> Iterator[str]:
     if address is None:
         name, address = "RAY_ADDRESS", os.environ.get("RAY_ADDRESS")
     if address in (None, "", "local"):
+        if trainer.nnodes > 1:
+            yield (
+                f"trainer.nnodes={trainer.nnodes} without a cluster: the Ray that a run starts for itself is this one "
+                "machine; start Ray on the nodes and name its head (ray_kwargs.ray_init.address=HOST:6379 or "
+                "RAY_ADDRESS, see docs/clusters.md), or set trainer.nnodes=1"
+            )
         if trainer.device == "cuda" and gpus_here() < trainer.n_gpus_per_node:
             yield (
                 f"trainer.device=cuda with trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has "
                 f"{gpus_here()} GPUs; set trainer.device=cpu, n_gpus_per_node to what there is, or "
                 "ray_kwargs.ray_init.address to a cluster that has them"
             )
+    elif str(address).startswith("ray://"):
+        yield (
+            f"{name}={address}: Ray's client is not supported, every batch would cross it; run the command on a node "
+            "of the cluster with its HOST:6379, or `ray job submit` it (docs/clusters.md)"
+        )
+    elif str(address).startswith("http"):
+        yield f"{name}={address}: that is Ray's job server; submit to it: ray job submit --address {address} -- …"
     elif address != "auto":
         # Ray itself would try for minutes.
         place = re.fullmatch(r"(?:\w+://)?\[?([^/\]]+?)\]?:(\d+)/?", str(address))

@@ -26,7 +26,7 @@ from typing import NoReturn, TextIO, cast
 
 from verl_lite.batching import BatchPlan
 from verl_lite.cli import ConfigError
-from verl_lite.config import Config, redacted, secrets_of, without_secrets
+from verl_lite.config import Config, flatten, redacted, secrets_of, without_secrets
 from verl_lite.inputs import input_problems
 from verl_lite.plan import compose_plan
 from verl_lite.tracking import printable
@@ -60,16 +60,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(config: Config, plan: BatchPlan) -> int:
-    from verl_lite.distributed.cluster import RayCluster, Watchdog, check_machine  # Ray, only once the config is good
+    # Ray, only once the config is good.
+    from verl_lite.distributed.cluster import RayCluster, Watchdog, check_machine, wanted_address
 
     ray_init = config.ray_kwargs.ray_init
-    if not (ray_init.address or os.environ.get("RAY_ADDRESS")):
+    errors, warnings = list[str](), list[str]()
+    if wanted_address(ray_init.address) is None:
         errors, warnings = check_machine(config.num_slots, config.trainer.device)
-        for warning in warnings:
-            print(f"warning: {warning}", file=sys.stderr)
-        if errors:
-            print(f"refused: {'; '.join(errors)}", file=sys.stderr)
-            return REFUSED
+    for name in ("trainer.run_dir", "trainer.default_local_dir"):
+        folder = Path(flatten(config)[name])
+        if "working_dir_files" in folder.parts and (name == "trainer.run_dir" or config.trainer.save_freq > 0):
+            warnings.append(f"{name}={folder} is in Ray's copy of the working folder, which goes with the job")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if errors:
+        print(f"refused: {'; '.join(errors)}", file=sys.stderr)
+        return REFUSED
     run_dir = Path(config.trainer.run_dir)
     log_dir, is_new = run_dir / "logs", not run_dir.exists()
     try:
@@ -107,6 +113,7 @@ def _run(config: Config, plan: BatchPlan) -> int:
                 slots_per_node=config.trainer.n_gpus_per_node,
                 device=config.trainer.device,
                 timeout_s=config.trainer.start_timeout_s,
+                paths=worker_paths(config),
             )
             # Not before: a refused run leaves what an earlier one has written here.
             (run_dir / "config.json").write_text(json.dumps(redacted(config), indent=2, default=str))
@@ -133,6 +140,18 @@ def _run(config: Config, plan: BatchPlan) -> int:
         if code == REFUSED and is_new:
             _remove(run_dir)
         return code
+
+
+def worker_paths(config: Config) -> dict[str, str]:
+    """Key → file or folder that the workers open, on whatever node they are."""
+    flat = flatten(config)
+    roles = {"actor_rollout_ref.model": True, "critic.model": config.needs_critic}
+    roles["reward.reward_model.model"] = config.reward.reward_model.enable
+    names = {f"{role}.path": flat[f"{role}.path"] for role, used in roles.items() if used}
+    # A loss or engine of one's own: path/file.py:attribute
+    plugins = ("actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.rollout.name")
+    files = {name: flat[name].rpartition(":")[0] for name in plugins if ".py:" in flat[name]}
+    return {name: path for name, path in names.items() if path and Path(path).is_dir()} | files
 
 
 def _claim(run_dir: Path) -> TextIO:

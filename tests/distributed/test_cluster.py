@@ -39,3 +39,21 @@ def test_a_semaphore_is_found_though_it_was_mapped_under_another_name() -> None:
     assert path.exists()
     assert path in shared_memory_of([os.getpid()])
     assert shared_memory_of([]) == set()
+
+
+def test_local_and_nothing_mean_the_embedded_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert cluster.wanted_address(None) == "head:6379"
+    assert cluster.wanted_address("other:6379") == "other:6379"
+    assert cluster.wanted_address("local") is None
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert cluster.wanted_address(None) is None
+
+
+def test_the_drivers_code_goes_to_the_nodes_unless_the_job_has_sent_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_LITE_RUN_ID", "7")
+    package = str(Path(cluster.__file__).parents[1])
+    env = cluster._runtime_env({"env_vars": {"MINE": "1"}, "py_modules": ["other"]})
+    assert env == {"env_vars": {"MINE": "1", "VERL_LITE_RUN_ID": "7"}, "py_modules": ["other", package]}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": {"py_modules": ["gcs://x.zip"]}}')
+    assert "py_modules" not in cluster._runtime_env({})

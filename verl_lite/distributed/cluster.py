@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import secrets
@@ -33,7 +34,11 @@ ENGINE_GIB = 2.0  # a small engine beside them
 RANKS_PER_CORE = 4
 SHUTDOWN_S = 15.0
 
+NODES_S = 5.0  # between two looks at which nodes of a cluster are alive
+
 _daemons: dict[str, int] = {}  # name → pid of the Ray daemons this process started
+_nodes: dict[str, str] = {}  # id → address of the cluster's nodes this run needs
+_looked_at = 0.0
 
 
 class RayDied(RuntimeError):
@@ -41,7 +46,10 @@ class RayDied(RuntimeError):
 
 
 def check_alive(phase: str) -> None:
-    """Raise `RayDied` when a daemon of the embedded Ray has ended; `phase` is what was waited for."""
+    """Raise `RayDied` when a daemon of the embedded Ray, or a node this run needs, has ended.
+
+    `phase` is what was waited for.
+    """
     for name, pid in _daemons.items():
         try:
             ended = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # dead, and nobody has asked for its exit code
@@ -49,6 +57,12 @@ def check_alive(phase: str) -> None:
             ended = True
         if ended:
             raise RayDied(f"Ray's {name} (pid {pid}) died during {phase}; its logs will be in logs/ray")
+    global _looked_at
+    if _nodes and time.monotonic() - _looked_at > NODES_S:
+        _looked_at = time.monotonic()
+        for node in ray.nodes():
+            if node["NodeID"] in _nodes and not node["Alive"]:
+                raise RayDied(f"the Ray node {_nodes[node['NodeID']]} died during {phase}; the others are still there")
 
 
 def object_store_used_bytes() -> float:
@@ -57,6 +71,21 @@ def object_store_used_bytes() -> float:
         return 0.0
     name = "object_store_memory"
     return max(0.0, ray.cluster_resources().get(name, 0.0) - ray.available_resources().get(name, 0.0))
+
+
+def watch_nodes(nodes: Mapping[str, str]) -> None:
+    """Let `check_alive` look after these nodes (id → address) and the driver's own."""
+    if _daemons:  # the embedded Ray is looked after more closely
+        return
+    here = ray.get_runtime_context().get_node_id()
+    _nodes.update(nodes)
+    _nodes.setdefault(here, "of the driver")
+
+
+def wanted_address(address: str | None) -> str | None:
+    """The running cluster to connect to: `ray_kwargs.ray_init.address`, else RAY_ADDRESS; None: an embedded Ray."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    return None if address in (None, "", "local") else address
 
 
 def _log_ray_message(message: Mapping[str, Any], *_: Any, **__: Any) -> None:
@@ -138,6 +167,16 @@ class Watchdog:
             self._process.wait(timeout=watchdog.SWEEP_LIMIT_S + 10)
 
 
+def _runtime_env(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What the workers on other nodes need beside what the user asks for: this very code, and the mark of the run."""
+    env = dict(asked)
+    env["env_vars"] = {**env.get("env_vars", {}), watchdog.RUN_ID: os.environ[watchdog.RUN_ID]}
+    of_job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env", {})
+    if "py_modules" not in of_job:  # Ray refuses to join two lists
+        env["py_modules"] = [*env.get("py_modules", []), str(Path(__file__).parents[1])]
+    return env
+
+
 class RayCluster:
     """A connection to Ray, made in the background; `wait` says when it stands.
 
@@ -158,7 +197,7 @@ class RayCluster:
         runtime_env: Mapping[str, Any] | None = None,
         object_store_bytes: int = GIB,
     ) -> None:
-        self.address = address or os.environ.get("RAY_ADDRESS")
+        self.address = wanted_address(address)
         self._timeout_s = timeout_s
         self._error: BaseException | None = None
         self._connected, self._closing = threading.Event(), threading.Event()
@@ -169,8 +208,7 @@ class RayCluster:
             "configure_logging": False,
             "runtime_env": dict(runtime_env) if runtime_env else None,
         }
-        if self.address in (None, "local"):
-            self.address = None
+        if self.address is None:
             # The daemons inherit them; handed to Ray, they would stand in its logs.
             env_vars = (options["runtime_env"] or {}).pop("env_vars", {})
             options["runtime_env"] = options["runtime_env"] or None
@@ -195,7 +233,7 @@ class RayCluster:
                 "_temp_dir": str(ray_dir),
             }
         else:
-            options["address"] = self.address
+            options |= {"address": self.address, "runtime_env": _runtime_env(runtime_env or {})}
         self._thread = threading.Thread(target=self._hold, args=(options,), name="ray", daemon=True)
         self._thread.start()
 
@@ -240,5 +278,6 @@ class RayCluster:
     def close(self) -> None:
         """Disconnect, and end an embedded Ray; a daemon that doesn't end in time is left to the watchdog."""
         _daemons.clear()
+        _nodes.clear()
         self._closing.set()
         self._thread.join(SHUTDOWN_S)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl_lite.distributed import cluster
 
@@ -40,10 +41,19 @@ class ResourcePool:
     """`num_nodes` × `slots_per_node` slots held by this run; consecutive slots of a node stay together.
 
     Each node's slots are one strictly packed placement group, so none is ever split over two machines. Raises
-    `PlacementError` when the cluster lacks them, and `TimeoutError` when they are there but busy for `timeout_s`.
+    `PlacementError` when the cluster lacks them, or a node does not see one of `paths` (key → file or folder), and
+    `TimeoutError` when they are there but busy for `timeout_s`.
     """
 
-    def __init__(self, *, num_nodes: int, slots_per_node: int, device: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        num_nodes: int,
+        slots_per_node: int,
+        device: str,
+        timeout_s: float,
+        paths: Mapping[str, str] | None = None,
+    ) -> None:
         bundle: dict[str, float] = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
         self.device = device
         _check_cluster_has(bundle, num_nodes, slots_per_node)
@@ -55,9 +65,28 @@ class ResourcePool:
         try:
             _wait_until_placed(self._groups, bundle, timeout_s)
             self.slots = _order_slots(self._groups, device, timeout_s)
+            cluster.watch_nodes({slot.node_id: slot.node_address for slot in self.slots})
+            self._check_paths(paths or {}, timeout_s)
         except BaseException:
             self.close()
             raise
+
+    def _check_paths(self, paths: Mapping[str, str], timeout_s: float) -> None:
+        node_of = {slot.node_id: slot.node_address for slot in self.slots}
+        if len(node_of) == 1 and ray.get_runtime_context().get_node_id() in node_of:
+            return
+        look = ray.remote(num_cpus=0, max_retries=0)(_missing)
+        asked = {
+            node: look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(dict(paths))
+            for node in node_of
+        }
+        for node, missing in zip(asked, ray.get(list(asked.values()), timeout=timeout_s), strict=True):
+            if missing:
+                what = ", ".join(f"{key}={path}" for key, path in missing.items())
+                raise PlacementError(
+                    f"{what}: not there on node {node_of[node]}. Put it on a file system that all nodes share, or at "
+                    "the same place on each"
+                )
 
     def close(self) -> None:
         """Give the slots back to the cluster."""
@@ -72,10 +101,12 @@ def replica_slots(
     """The slots of each rollout replica: `tensor_parallel_size` neighbours of one node.
 
     On GPUs there are as many replicas as the slots hold unless `num_replicas` says fewer. On CPU, where one is the
-    default, a replica's threads are placed by core lists, so it takes no slot away and is named by one of its node's.
+    default, a replica's threads are placed by core lists, so it takes no slot away and is named by one of its node's;
+    all are on rank 0's node, where the weights lie in shared memory.
     """
     if not slots[0].gpu_ids:
-        return [(slots[i % len(slots)],) for i in range(num_replicas or 1)]
+        home = [slot for slot in slots if slot.node_id == slots[0].node_id]
+        return [(home[i % len(home)],) for i in range(num_replicas or 1)]
     by_node: dict[str, list[Slot]] = {}
     for slot in slots:
         by_node.setdefault(slot.node_id, []).append(slot)
@@ -175,6 +206,10 @@ def _gpu_ids(
             f"they have; the first is on node {placed[asked.index(late[0])][0]}"
         )
     return ray.get(asked)
+
+
+def _missing(paths: Mapping[str, str]) -> dict[str, str]:
+    return {key: path for key, path in paths.items() if not Path(path).exists()}
 
 
 def _visible_gpus() -> tuple[str, ...]:

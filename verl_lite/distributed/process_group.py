@@ -58,7 +58,10 @@ def init_process_group(
     local_rank = rank if local_rank is None else local_rank
     local_world_size = world_size if local_world_size is None else local_world_size
     # By itself gloo listens where the host's name resolves to, which in containers is often nowhere.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(master_addr, remote=local_world_size < world_size))
+    remote = local_world_size < world_size
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(master_addr, remote=remote))
+    if remote:  # nccl's own guess may be a network that the nodes do not share
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", os.environ["GLOO_SOCKET_IFNAME"])
     timeout = timedelta(seconds=timeout_s)
     if device == "cuda":
         torch.cuda.set_device(0)

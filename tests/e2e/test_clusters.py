@@ -1,0 +1,84 @@
+"""The tiny job on two nodes, by the cluster's address: the numbers of one node."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray.cluster_utils import Cluster
+from tiny import addition_rows, tiny_model, write_parquet
+
+from verl_lite.distributed.watchdog import RUN_ID
+
+ROOT = Path(__file__).parents[2]
+JOB = [
+    sys.executable, "-m", "verl_lite.main_ppo",
+    "data.train_files=train.parquet", "data.train_batch_size=8", "data.max_prompt_length=8",
+    "data.max_response_length=6", "actor_rollout_ref.model.path=./model",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.seed=1", "algorithm.adv_estimator=grpo", "trainer.total_training_steps=2",
+    "trainer.device=cpu",
+]  # fmt: skip
+SAME = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "actor/entropy", "training/rollout_probs_diff_max")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clusters")
+    tiny_model(folder / "job" / "model")
+    write_parquet(addition_rows(40), folder / "job" / "train.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    """Two nodes of two CPUs."""
+    started = Cluster(shutdown_at_exit=False)
+    try:
+        for _ in range(2):
+            started.add_node(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
+        yield started
+    finally:
+        started.shutdown()
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", RUN_ID)}
+    return {**kept, "PYTHONPATH": f"{ROOT}:{kept.get('PYTHONPATH', '')}", **more}
+
+
+def run(command: list[str], folder: Path, name: str, **more: str) -> list[dict[str, float]]:
+    """The steps' metrics of a job that ended with 0."""
+    done = subprocess.run(
+        [*command, f"trainer.run_dir={folder / name}"], cwd=folder / "job", env=environment(**more), timeout=240,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one_node(folder: Path) -> list[dict[str, float]]:
+    return run([*JOB, "trainer.n_gpus_per_node=2"], folder, "one")
+
+
+TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
+
+
+def assert_same(steps: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(steps) == len(expected) == 2
+    for step, other in zip(steps, expected, strict=True):
+        assert {name: step[name] for name in SAME} == {name: other[name] for name in SAME}
+
+
+def test_two_nodes_by_address_give_the_metrics_of_one(
+    folder: Path, nodes: Cluster, one_node: list[dict[str, float]]
+) -> None:
+    assert_same(run([*JOB, *TWO_NODES], folder, "address", RAY_ADDRESS=nodes.address), one_node)
+    assert "rank0" in " ".join(os.listdir(folder / "address" / "logs"))
