@@ -5,8 +5,7 @@
 # trainer.default_local_dir) must be absolute and on storage that the nodes share; see docs/clusters.md.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-bin=${VERL_LITE_BIN:-$root/.venv/bin}
 # `ray job stop` gives a job three seconds by default; a step and its checkpoint take longer.
 environment='{"excludes": [".venv", ".git", "outputs", "checkpoints"], "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "600"}}'
-exec "$bin/ray" job submit --address "${SERVER:-http://127.0.0.1:8265}" --working-dir "$root" \
+exec "${PYTHON:-$root/.venv/bin/python}" -m ray.scripts.scripts job submit --address "${SERVER:-http://127.0.0.1:8265}" --working-dir "$root" \
   --runtime-env-json "$environment" -- "${REMOTE_PYTHON:-python}" -m verl_lite.main_ppo "$@"
