@@ -465,7 +465,8 @@ def test_no_room_for_the_weights_is_refused_while_ray_starts(bench: Bench) -> No
 def test_a_home_that_cannot_be_written_to_is_refused_by_the_preparation(bench: Bench, home: str) -> None:
     bench.patch.setenv("VERL_LITE_HOME", home)
     bench.patch.setattr(sys, "argv", ["prepare_quickstart.py"])
-    assert prepare_quickstart.main() == main_ppo.REFUSED
+    with pytest.raises(SystemExit, match=f"^{main_ppo.REFUSED}$"):
+        prepare_quickstart.main()
     message = bench.capsys.readouterr().err
     assert message.startswith("VERL_LITE_HOME=/") and f"{home} cannot be written to (" in message
     assert "set it to a folder that can" in message
