@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -345,6 +347,25 @@ def test_a_run_folder_that_cannot_be_made_is_refused(tmp_path: Path, capsys: pyt
     code = main_ppo.main([*arguments(tmp_path), f"trainer.run_dir={tmp_path}/file/run"])
     assert code == main_ppo.REFUSED
     assert f"trainer.run_dir={tmp_path}/file/run cannot be used" in capsys.readouterr().err
+
+
+def test_a_working_folder_that_is_gone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert main_ppo.main([]) == main_ppo.REFUSED
+    assert "the working folder cannot be read ([Errno 2] No such file or directory); cd to" in capsys.readouterr().err
+
+
+def test_an_error_of_the_system_without_a_file_is_shown_with_its_line(tmp_path: Path) -> None:
+    """Of a socket that isn't there, Python says no more than "[Errno 2] No such file or directory"."""
+    console = io.StringIO()
+    try:
+        socket.socket(socket.AF_UNIX).connect(str(tmp_path / "gone"))
+    except OSError as error:
+        assert main_ppo._report(error, False, console, tmp_path) == main_ppo.REFUSED
+    assert '(from `socket.socket(socket.AF_UNIX).connect(str(tmp_path / "gone"))` in' in console.getvalue()
 
 
 def test_a_run_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

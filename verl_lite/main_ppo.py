@@ -46,6 +46,11 @@ MIN_STORE_BYTES = 512 << 20
 def main(argv: Sequence[str]) -> int:
     """Run one command line; its exit code."""
     try:
+        os.getcwd()
+    except OSError as error:
+        print(f"refused: the working folder cannot be read ({error}); cd to one that exists", file=sys.stderr)
+        return REFUSED
+    try:
         composed, plan = compose_plan(argv)
         config = composed.config
         if problems := input_problems(config) or resume_problems(config):
@@ -184,7 +189,7 @@ def _report(error: BaseException, started: bool, console: TextIO, log_dir: Path)
 
     logger.error("the run failed", exc_info=error, extra={"log_only": True})
     if not started and isinstance(error, (ValueError, TypeError, OSError)) and not isinstance(error, TimeoutError):
-        print(f"refused: {error}", file=console)
+        print(f"refused: {error}{_where(error)}", file=console)
         return REFUSED
     if not isinstance(error, (WorkerError, RayDied, RewardError, CheckpointError, TimeoutError)):
         traceback.print_exception(error, file=console)
@@ -192,6 +197,14 @@ def _report(error: BaseException, started: bool, console: TextIO, log_dir: Path)
         print(f"failed: {type(error).__name__}: {error}", file=console)
     print(f"logs: {log_dir}", file=console)
     return FAILED
+
+
+def _where(error: BaseException) -> str:
+    """The line an error of the system comes from when it names no file: of a socket, a pipe, the working folder."""
+    if not isinstance(error, OSError) or error.errno is None or error.filename is not None:
+        return ""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f" (from `{frame.line}` in {frame.filename}:{frame.lineno})"
 
 
 def _stopped_early(error: BaseException | None) -> StoppedEarly | None:
