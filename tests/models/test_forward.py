@@ -11,12 +11,12 @@ from tiny import CHARACTERS
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
+from verl_lite.config import ModelConfig
 from verl_lite.models import forward
 from verl_lite.models.forward import PolicyModel, ValueModel, position_ids_from_mask, prepare_inputs, to_rows
 from verl_lite.models.loading import enable_gradient_checkpointing, load_causal_lm, load_value_model
 
 VOCABULARY = len(CHARACTERS) + 2
-FLOAT32 = {"dtype": torch.float32, "override_config": {}}
 
 
 def ragged_rows() -> tuple[Tensor, Tensor, Tensor]:
@@ -68,12 +68,14 @@ def test_log_probs_and_entropies_equal_a_plain_forward(
 ) -> None:
     path = {"qwen2": tiny_model_path, "gpt2": gpt2_path}[architecture]
     input_ids, attention_mask, response_mask = ragged_rows()
-    model = PolicyModel(load_causal_lm(path, packed=packed, **FLOAT32), temperature=0.7)
+    model = PolicyModel(
+        load_causal_lm(ModelConfig(path=path, use_remove_padding=packed), torch.float32), temperature=0.7
+    )
     log_probs, entropies = model(
         prepare_inputs(input_ids, attention_mask, response_mask, packed=packed), with_entropy=True
     )
 
-    plain = load_causal_lm(path, packed=False, **FLOAT32)
+    plain = load_causal_lm(ModelConfig(path=path, use_remove_padding=False), torch.float32)
     expected = plain_log_probs(plain, input_ids, attention_mask, 5, temperature=0.7)
     # The log-prob of response token t is read at the position before it: for t = 0 at the prompt's last token.
     taken = expected.gather(-1, input_ids[:, 4:, None])[..., 0] * response_mask
@@ -86,7 +88,7 @@ def test_packing_gives_the_gradients_of_padding(tiny_model_path: str) -> None:
     input_ids, attention_mask, response_mask = ragged_rows()
     gradients = []
     for packed in (False, True):
-        lm = load_causal_lm(tiny_model_path, packed=packed, **FLOAT32)
+        lm = load_causal_lm(ModelConfig(path=tiny_model_path, use_remove_padding=packed), torch.float32)
         log_probs, entropies = PolicyModel(lm, temperature=1.0)(
             prepare_inputs(input_ids, attention_mask, response_mask, packed=packed), with_entropy=True
         )
@@ -104,7 +106,7 @@ def test_packing_keeps_sliding_windows_and_grouped_heads(tmp_path: Path) -> None
     input_ids, attention_mask, response_mask = ragged_rows()
     results = []
     for packed in (False, True):
-        lm = load_causal_lm(str(tmp_path), packed=packed, **FLOAT32)
+        lm = load_causal_lm(ModelConfig(path=str(tmp_path), use_remove_padding=packed), torch.float32)
         assert lm.config.layer_types == ["sliding_attention"] * 2
         inputs = prepare_inputs(input_ids, attention_mask, response_mask, packed=packed)
         results.append(PolicyModel(lm, temperature=1.0)(inputs, with_entropy=False)[0])
@@ -117,7 +119,7 @@ def test_chunks_change_neither_values_nor_gradients(tiny_model_path: str, monkey
     results = []
     for tokens_per_chunk in (1000, 4):
         monkeypatch.setattr(forward, "LOGITS_PER_CHUNK", tokens_per_chunk * VOCABULARY)
-        lm = load_causal_lm(tiny_model_path, packed=False, **FLOAT32)
+        lm = load_causal_lm(ModelConfig(path=tiny_model_path, use_remove_padding=False), torch.float32)
         log_probs, entropies = PolicyModel(lm, temperature=1.0)(inputs, with_entropy=True)
         (log_probs.sum() + entropies.sum()).backward()
         results.append((log_probs, entropies, lm.get_input_embeddings().weight.grad))
@@ -127,7 +129,7 @@ def test_chunks_change_neither_values_nor_gradients(tiny_model_path: str, monkey
 
 def test_the_whole_logits_are_never_kept(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "LOGITS_PER_CHUNK", 4 * VOCABULARY)
-    lm = load_causal_lm(tiny_model_path, packed=False, **FLOAT32)
+    lm = load_causal_lm(ModelConfig(path=tiny_model_path, use_remove_padding=False), torch.float32)
     inputs = prepare_inputs(*ragged_rows(), packed=False)
     kept: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(
@@ -195,7 +197,7 @@ def test_what_an_architecture_does_to_its_logits_is_done_here_too(architecture: 
 
 def test_ids_beyond_the_tokenizer_get_no_probability(tiny_model_path: str) -> None:
     input_ids, attention_mask, response_mask = ragged_rows()
-    lm = load_causal_lm(tiny_model_path, packed=False, **FLOAT32)
+    lm = load_causal_lm(ModelConfig(path=tiny_model_path, use_remove_padding=False), torch.float32)
     inputs = prepare_inputs(input_ids, attention_mask, response_mask, packed=False)
     log_probs, entropies = PolicyModel(lm, temperature=1.0, vocab_size=70)(inputs, with_entropy=True)
     whole = plain_log_probs(lm, input_ids, attention_mask, 5, temperature=1.0)
@@ -208,7 +210,7 @@ def test_ids_beyond_the_tokenizer_get_no_probability(tiny_model_path: str) -> No
 def test_a_batch_without_loss_tokens_has_zero_gradients_everywhere(tiny_model_path: str) -> None:
     input_ids, attention_mask, response_mask = ragged_rows()
     for packed in (False, True):
-        lm = load_causal_lm(tiny_model_path, packed=packed, **FLOAT32)
+        lm = load_causal_lm(ModelConfig(path=tiny_model_path, use_remove_padding=packed), torch.float32)
         inputs = prepare_inputs(input_ids[:1], attention_mask[:1], response_mask[4:5], packed=packed)
         log_probs, _ = PolicyModel(lm, temperature=1.0)(inputs, with_entropy=False)
         to_rows(log_probs, response_mask[4:5]).sum().backward()
@@ -216,7 +218,9 @@ def test_a_batch_without_loss_tokens_has_zero_gradients_everywhere(tiny_model_pa
 
 
 def test_left_padding_changes_nothing_for_absolute_positions(gpt2_path: str) -> None:
-    model = PolicyModel(load_causal_lm(gpt2_path, packed=False, **FLOAT32), temperature=1.0)
+    model = PolicyModel(
+        load_causal_lm(ModelConfig(path=gpt2_path, use_remove_padding=False), torch.float32), temperature=1.0
+    )
     critic = ValueModel(model.lm.base_model)
     nn.init.normal_(critic.score.weight)
     torch.manual_seed(1)
@@ -237,7 +241,7 @@ def test_dropout_is_off_and_gradient_checkpointing_on_in_the_same_model(gpt2_pat
     inputs = prepare_inputs(*ragged_rows(), packed=False)
     kept_sizes, gradients = [], []
     for checkpointing in (False, True):
-        lm = load_causal_lm(gpt2_path, packed=False, **FLOAT32)
+        lm = load_causal_lm(ModelConfig(path=gpt2_path, use_remove_padding=False), torch.float32)
         if checkpointing:
             enable_gradient_checkpointing(lm)
         model = PolicyModel(lm, temperature=1.0)
@@ -256,7 +260,7 @@ def test_values_are_read_before_each_response_token(tiny_model_path: str) -> Non
     input_ids, attention_mask, response_mask = ragged_rows()
     results = []
     for packed in (False, True):
-        model = load_value_model(tiny_model_path, packed=packed, **FLOAT32)
+        model = load_value_model(ModelConfig(path=tiny_model_path, use_remove_padding=packed), torch.float32)
         nn.init.constant_(model.score.weight, 0.5)
         nn.init.constant_(model.score.bias, 1.0)
         results.append(model(prepare_inputs(input_ids, attention_mask, response_mask, packed=packed)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
@@ -26,41 +26,34 @@ from verl_lite.models.forward import ValueModel
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def load_causal_lm(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    packed: bool,
-    override_config: dict[str, Any],
-    trust_remote_code: bool = False,
-    on_meta: bool = False,
-) -> PreTrainedModel:
-    """The causal language model in an HF folder, on the CPU.
+class Source(Protocol):
+    """A section of the config that names a model."""
 
-    packed: rows will come without padding (`use_remove_padding`).
-    override_config: fields of the HF config to replace, `attn_implementation` among them.
+    @property
+    def path(self) -> str | None: ...  # an HF folder or hub id
+    @property
+    def trust_remote_code(self) -> bool: ...
+    @property
+    def override_config(self) -> dict[str, Any]: ...  # fields of the HF config to replace, `attn_implementation` too
+    @property
+    def use_remove_padding(self) -> bool: ...  # rows will come without padding
+
+
+def load_causal_lm(source: Source, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
+    """A causal language model, on the CPU.
+
     on_meta: the modules without storage, for ranks that get their weights from rank 0.
     """
-    config = _load_config(path, packed, override_config, trust_remote_code)
-    return _build(AutoModelForCausalLM, path, config, dtype, packed, trust_remote_code, on_meta)
+    return _load(AutoModelForCausalLM, source, dtype, on_meta)
 
 
-def load_value_model(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    packed: bool,
-    override_config: dict[str, Any],
-    trust_remote_code: bool = False,
-    on_meta: bool = False,
-) -> ValueModel:
+def load_value_model(source: Source, dtype: torch.dtype, *, on_meta: bool = False) -> ValueModel:
     """The transformer in an HF folder under a scalar head: the folder's `score` of one output if it has one, else 0."""
-    config = _load_config(path, packed, override_config, trust_remote_code)
-    backbone = _build(AutoModel, path, config, dtype, packed, trust_remote_code, on_meta)
+    backbone = _load(AutoModel, source, dtype, on_meta)
     with torch.device("meta" if on_meta else "cpu"):
         model = ValueModel(backbone)
     if not on_meta:
-        for file in sorted(_folder(path).glob("*.safetensors")):
+        for file in sorted(_folder(source).glob("*.safetensors")):
             with safe_open(file, framework="pt") as weights:
                 for name in ("weight", "bias"):
                     key, parameter = f"score.{name}", getattr(model.score, name)
@@ -69,29 +62,21 @@ def load_value_model(
     return model
 
 
-def _folder(path: str) -> Path:
+def _folder(source: Source) -> Path:
     """The model's folder; of a hub id, whose weights have just been loaded, that of its downloaded files."""
+    path = str(source.path)
     return Path(path if Path(path).is_dir() else snapshot_download(path, allow_patterns="*.safetensors"))
 
 
-def load_reward_model(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    packed: bool,
-    override_config: dict[str, Any],
-    trust_remote_code: bool = False,
-    on_meta: bool = False,
-) -> ValueModel:
+def load_reward_model(source: Source, dtype: torch.dtype, *, on_meta: bool = False) -> ValueModel:
     """The sequence classifier of one output in an HF folder: its transformer under its `score`."""
-    config = _load_config(path, packed, override_config, trust_remote_code)
-    model = _build(AutoModelForSequenceClassification, path, config, dtype, packed, trust_remote_code, on_meta)
+    model = _load(AutoModelForSequenceClassification, source, dtype, on_meta)
     # All of transformers' decoders that classify name their head so.
     score = getattr(model, "score", None)
     if not isinstance(score, nn.Linear) or score.out_features != 1:
         raise ValueError(
-            f"reward.reward_model.model.path={path}: {type(model).__name__} has no head `score` of one output; a "
-            "reward model is an AutoModelForSequenceClassification with num_labels=1"
+            f"reward.reward_model.model.path={source.path}: {type(model).__name__} has no head `score` of one output; "
+            "a reward model is an AutoModelForSequenceClassification with num_labels=1"
         )
     return ValueModel(model.base_model, score)
 
@@ -133,8 +118,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def _load_config(path: str, packed: bool, override_config: dict[str, Any], trust_remote_code: bool) -> PretrainedConfig:
-    override = dict(override_config)
+def _load_config(source: Source) -> PretrainedConfig:
+    override, path, packed = dict(source.override_config), str(source.path), source.use_remove_padding
     default_attention = PACKED_ATTENTION if packed else "sdpa"
     attention = override.pop("attn_implementation", default_attention)
     if packed and attention not in (PACKED_ATTENTION, "flash_attention_2", "flash_attention_3"):
@@ -143,7 +128,7 @@ def _load_config(path: str, packed: bool, override_config: dict[str, Any], trust
             "leave it out, or set model.use_remove_padding=False"
         )
     config, unused = AutoConfig.from_pretrained(
-        path, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **override
+        path, return_unused_kwargs=True, trust_remote_code=source.trust_remote_code, **override
     )
     if unused:
         raise ValueError(
@@ -159,24 +144,19 @@ def _load_config(path: str, packed: bool, override_config: dict[str, Any], trust
     return config
 
 
-def _build(
-    auto_class: Any,
-    path: str,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    packed: bool,
-    trust_remote_code: bool,
-    on_meta: bool,
-) -> PreTrainedModel:
-    attention = config._attn_implementation
+def _load(auto_class: Any, source: Source, dtype: torch.dtype, on_meta: bool) -> PreTrainedModel:
+    path, packed, config = str(source.path), source.use_remove_padding, _load_config(source)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": config._attn_implementation,
+        "trust_remote_code": source.trust_remote_code,
+    }
     if on_meta:
         with torch.device("meta"):
-            model = auto_class.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-            )
+            model = auto_class.from_config(config, **options)
     else:
         model, loading = auto_class.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code,
+            path, config=config, **options,
             use_safetensors=True,  # a pickle can run code when it is read
             output_loading_info=True,
         )  # fmt: skip

@@ -170,14 +170,7 @@ def check_model(config: Config) -> int:
 def check_loading(key: str, model: ModelConfig, load: Callable[..., Any]) -> Any:
     """The model without its weights, compared with those in the folder; `key` is named in errors."""
     try:
-        empty = load(
-            model.path,
-            dtype=torch.float32,
-            packed=model.use_remove_padding,
-            override_config=model.override_config,
-            trust_remote_code=model.trust_remote_code,
-            on_meta=True,
-        )
+        empty = load(model, torch.float32, on_meta=True)
         if Path(model.path).is_dir() and isinstance(empty, PreTrainedModel):
             check_weights(empty, model.path)
         return empty

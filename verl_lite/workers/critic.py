@@ -34,14 +34,7 @@ class CriticWorker:
         self.export = HFExport("value", model.path, model.override_config, model.trust_remote_code)
 
         def build(on_meta: bool) -> nn.Module:
-            value_model = load_value_model(
-                model.path,
-                dtype=DTYPES[fsdp.model_dtype],
-                packed=model.use_remove_padding,
-                override_config=model.override_config,
-                trust_remote_code=model.trust_remote_code,
-                on_meta=on_meta,
-            )
+            value_model = load_value_model(model, DTYPES[fsdp.model_dtype], on_meta=on_meta)
             if model.enable_gradient_checkpointing:
                 enable_gradient_checkpointing(value_model.backbone)
             return value_model

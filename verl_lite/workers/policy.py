@@ -25,14 +25,7 @@ def build_policy_engine(
     gradient_checkpointing: bool = False,
 ) -> FSDPEngine:
     def build(on_meta: bool) -> nn.Module:
-        lm = load_causal_lm(
-            model.path,
-            dtype=DTYPES[fsdp.model_dtype],
-            packed=model.use_remove_padding,
-            override_config=model.override_config,
-            trust_remote_code=model.trust_remote_code,
-            on_meta=on_meta,
-        )
+        lm = load_causal_lm(model, DTYPES[fsdp.model_dtype], on_meta=on_meta)
         if gradient_checkpointing:
             enable_gradient_checkpointing(lm)
         return PolicyModel(lm, temperature=temperature, vocab_size=vocab_size)

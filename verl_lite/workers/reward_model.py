@@ -26,18 +26,10 @@ from verl_lite.workers.update import forward_micro_batches
 
 class RewardModelWorker:
     def __init__(self, context: RankContext, *, model: RewardModelBackboneConfig) -> None:
-        assert model.path is not None, "checked before the start"
-        self.packed, path, fsdp = model.use_remove_padding, model.path, model.fsdp_config
+        self.packed, fsdp = model.use_remove_padding, model.fsdp_config
 
         def build(on_meta: bool) -> nn.Module:
-            return load_reward_model(
-                path,
-                dtype=DTYPES[fsdp.model_dtype],
-                packed=model.use_remove_padding,
-                override_config=model.override_config,
-                trust_remote_code=model.trust_remote_code,
-                on_meta=on_meta,
-            )
+            return load_reward_model(model, DTYPES[fsdp.model_dtype], on_meta=on_meta)
 
         self.engine = FSDPEngine(build, lambda module: decoder_layers(module.backbone), context=context, fsdp=fsdp)
         self.engine.freeze()
