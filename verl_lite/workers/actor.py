@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from verl_lite.plugins import pick_options, resolve
 from verl_lite.protocol import DataProto
 from verl_lite.rollout.weight_transfer import WeightUpdate, make_publisher
 from verl_lite.workers.policy import build_policy_engine, model_inputs, score_tokens
-from verl_lite.workers.update import MiniBatchResult, Shares, micro_batches
+from verl_lite.workers.update import MiniBatchResult, Shares, train_mini_batches
 
 
 class ActorWorker:
@@ -82,21 +82,13 @@ class ActorWorker:
         """One pass over the batch: an optimizer step per mini-batch. Reads old_log_probs, advantages, response_mask.
 
         Also read where they apply: ref_log_probs (use_kl_loss), rollout_weights (rollout correction).
-        totals: of each mini-batch, over all ranks. lr: the rate of this training step.
         """
-        results = []
         with self.engine.phase("update_actor", optimizer=True):
-            for micros, total in zip(micro_batches(shard, schedule), totals, strict=True):
-                if total.loss_tokens == 0:
-                    results.append(MiniBatchResult("empty"))
-                    continue
-                shares = Shares(total)
-                selected = self._select(micros) if self.select is not None else [None] * len(micros)
-                for index, micro in enumerate(micros):
-                    loss_share = self._loss(micro, selected[index], shares)
-                    self.engine.backward(loss_share, last=index == len(micros) - 1)
-                results.append(MiniBatchResult.of(self.engine.step(lr), shares))
-        return results
+            return train_mini_batches(self.engine, shard, schedule, totals, lr, self._losses)
+
+    def _losses(self, micros: list[DataProto], shares: Shares) -> Iterator[Tensor]:
+        selected = self._select(micros) if self.select is not None else [None] * len(micros)
+        return (self._loss(micro, chosen, shares) for micro, chosen in zip(micros, selected, strict=True))
 
     def _loss(self, rows: DataProto, selected: Tensor | None, shares: Shares) -> Tensor:
         """This micro-batch's share of the mini-batch's loss; its metrics go to `shares`."""

@@ -21,7 +21,7 @@ from verl_lite.models.loading import decoder_layers, enable_gradient_checkpointi
 from verl_lite.plugins import resolve
 from verl_lite.protocol import DataProto
 from verl_lite.workers.policy import model_inputs
-from verl_lite.workers.update import MiniBatchResult, Shares, forward_micro_batches, micro_batches
+from verl_lite.workers.update import MiniBatchResult, Shares, forward_micro_batches, train_mini_batches
 
 
 class CriticWorker:
@@ -57,21 +57,12 @@ class CriticWorker:
     def update(
         self, shard: DataProto, schedule: RankSchedule, *, totals: Sequence[MiniBatchTotals], lr: float
     ) -> list[MiniBatchResult]:
-        """One pass over the batch: an optimizer step per mini-batch. Reads values, returns, response_mask.
-
-        totals: of each mini-batch, over all ranks. lr: the rate of this training step.
-        """
-        results = []
+        """One pass over the batch: an optimizer step per mini-batch. Reads values, returns, response_mask."""
         with self.engine.phase("update_critic", optimizer=True):
-            for micros, total in zip(micro_batches(shard, schedule), totals, strict=True):
-                if total.loss_tokens == 0:
-                    results.append(MiniBatchResult("empty"))
-                    continue
-                shares = Shares(total)
-                for index, micro in enumerate(micros):
-                    self.engine.backward(self._loss(micro, shares), last=index == len(micros) - 1)
-                results.append(MiniBatchResult.of(self.engine.step(lr), shares))
-        return results
+            return train_mini_batches(
+                self.engine, shard, schedule, totals, lr,
+                lambda micros, shares: (self._loss(micro, shares) for micro in micros),
+            )  # fmt: skip
 
     def _loss(self, rows: DataProto, shares: Shares) -> Tensor:
         """This micro-batch's share of the mini-batch's loss; its metrics go to `shares`."""

@@ -17,8 +17,12 @@ from torch import Tensor
 
 from verl_lite.algorithms.aggregate import MiniBatchTotals, aggregate_loss
 from verl_lite.batching import RankSchedule
-from verl_lite.distributed.fsdp import NotFinite, StepOutcome
+from verl_lite.distributed.fsdp import FSDPEngine, NotFinite, StepOutcome
 from verl_lite.protocol import DataProto
+
+# What workers read of a batch: to run the model, and in the losses where they apply.
+MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask")
+LOSS_COLUMNS = ("old_log_probs", "advantages", "ref_log_probs", "rollout_weights", "values", "returns")
 
 
 class Shares:
@@ -79,6 +83,31 @@ def summarise_updates(results: Sequence[Sequence[Sequence[MiniBatchResult]]]) ->
         skipped=[index for index, outcome in enumerate(outcomes) if outcome == "skipped"],
         empty=outcomes.count("empty"),
     )
+
+
+def train_mini_batches(
+    engine: FSDPEngine,
+    shard: DataProto,
+    schedule: RankSchedule,
+    totals: Sequence[MiniBatchTotals],
+    lr: float,
+    loss_shares: Callable[[list[DataProto], Shares], Iterator[Tensor]],
+) -> list[MiniBatchResult]:
+    """One pass over the batch: an optimizer step per mini-batch that has a loss token.
+
+    totals: of each mini-batch, over all ranks. lr: the rate of this training step. loss_shares: gives one loss for each
+    micro-batch of a mini-batch, when it is asked for: two graphs at a time would need twice the memory.
+    """
+    results = []
+    for micros, total in zip(micro_batches(shard, schedule), totals, strict=True):
+        if total.loss_tokens == 0:
+            results.append(MiniBatchResult("empty"))
+            continue
+        shares = Shares(total)
+        for index, loss_share in enumerate(loss_shares(micros, shares)):
+            engine.backward(loss_share, last=index == len(micros) - 1)
+        results.append(MiniBatchResult.of(engine.step(lr), shares))
+    return results
 
 
 @torch.no_grad()
