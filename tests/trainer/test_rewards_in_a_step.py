@@ -70,6 +70,7 @@ class Run:
     def __init__(self, trainer: PPOTrainer, texts: dict[int, list[str]]) -> None:
         self.trainer, self.texts = trainer, texts
         self.trained: list[DataProto] = []  # what the actor is updated with
+        self.batches: list[DataProto] = []  # all that the driver knows of it
         self.metrics: dict[str, float] = {}
 
     def generate(self, prompts: DataProto, *, purpose: str, step: int) -> DataProto:
@@ -82,7 +83,7 @@ class Run:
         return build_batch(prompts, answers, pad_token_id=0)
 
     def compute_log_probs(self, shard: DataProto, schedule: Any) -> DataProto:
-        zeros = torch.zeros(shard.batch["responses"].shape)
+        zeros = torch.zeros(shard.batch["response_mask"].shape)
         return DataProto.from_dict({"old_log_probs": zeros - 1, "entropies": zeros})
 
     def update(self, shard: DataProto, schedule: Any, **_: Any) -> list[MiniBatchResult]:
@@ -94,9 +95,13 @@ class Run:
         self.trainer.fit()
         return self.metrics
 
+    def describe(self, batch: DataProto) -> dict[str, float]:
+        self.batches.append(batch)
+        return PPOTrainer.describe(self.trainer, batch)
+
     def column(self, name: str) -> list[Any]:
         """Of the batch that trains, per response: its value at the last token of those that count, 0 without any."""
-        [batch] = self.trained
+        [batch] = self.batches
         mask = batch.batch["response_mask"].bool()
         rows = zip(batch.batch[name], mask, strict=True)
         return [round(float(values[keep][-1]), 3) if keep.any() else 0.0 for values, keep in rows]
@@ -147,6 +152,7 @@ def start(tiny_model_path: str, tmp_path: Path) -> Any:
         rewards = build_manager(reward, pools[-1], data.tokenizer, max_response_length=8)
         run.trainer = PPOTrainer(config, plan, data, workers, rewards, tracking)
         run.trainer.send_weights = lambda: None  # type: ignore[method-assign]
+        run.trainer.describe = run.describe  # type: ignore[method-assign]
         return run
 
     yield make

@@ -7,7 +7,7 @@ import json
 import logging
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from verl_lite.workers.critic import CriticWorker
 from verl_lite.workers.ref import RefWorker
 from verl_lite.workers.reward_model import RewardModelWorker
 from verl_lite.workers.rollout import Purpose, join_batches
-from verl_lite.workers.update import MiniBatchResult, UpdateSummary, summarise_updates
+from verl_lite.workers.update import LOSS_COLUMNS, MODEL_COLUMNS, MiniBatchResult, UpdateSummary, summarise_updates
 
 logger = logging.getLogger(__name__)
 
@@ -344,7 +344,7 @@ class PPOTrainer:
 
     def generate(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
         """Every prompt with its responses, prompt after prompt; the engines share the prompts."""
-        parts = self.workers.rollout.generate(prompts, purpose=purpose, step=self.global_step)
+        parts = self.workers.rollout.generate(prompts.select([]), purpose=purpose, step=self.global_step)
         return join_batches(parts, pad_token_id=self.data.tokenizer.pad_token_id)
 
     def score(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
@@ -610,14 +610,14 @@ def row_lengths(batch: DataProto) -> list[int]:
     return lengths
 
 
-def tensors_only(batch: DataProto) -> DataProto:
-    """What the training ranks get: they read no object column."""
-    return batch.select(None, [])
+def columns_read(batch: DataProto, names: Sequence[str]) -> DataProto:
+    """What is sent to the training ranks: no column that they do not read, nor any of objects."""
+    return batch.select([name for name in names if name in batch.batch.keys()], [])  # noqa: SIM118
 
 
 def forward(group: WorkerGroup[Any], method: Callable[..., DataProto], batch: DataProto, plan: PassPlan) -> DataProto:
     """The batch with the columns `method` computes for every row."""
-    schedule, rows = plan.schedule(row_lengths(batch)), tensors_only(batch)
+    schedule, rows = plan.schedule(row_lengths(batch)), columns_read(batch, MODEL_COLUMNS)
     ranks = range(group.dp_size)
     results = group.map(
         method, [rows[schedule.rank_rows(rank)] for rank in ranks], [schedule.rank_schedule(rank) for rank in ranks]
@@ -629,7 +629,7 @@ def update(
     group: WorkerGroup[Any], method: Callable[..., Any], batch: DataProto, plan: UpdatePlan, *, lr: float, seed: int
 ) -> list[list[list[MiniBatchResult]]]:
     """Run every epoch's mini-batches on the ranks: per epoch, per rank, one result per mini-batch."""
-    rows, mask = tensors_only(batch), batch.batch["response_mask"]
+    rows, mask = columns_read(batch, (*MODEL_COLUMNS, *LOSS_COLUMNS)), batch.batch["response_mask"]
     results, ranks = [], range(group.dp_size)
     for schedule in plan.schedules(row_lengths(batch), seed):
         totals = [MiniBatchTotals.count(mask[list(mini.rows)]) for mini in schedule.mini_batches]
