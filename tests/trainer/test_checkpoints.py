@@ -399,6 +399,12 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_found(saved: Path
     assert not Path("executed").exists()
 
 
+def test_large_numbers_are_numbers(saved: Path) -> None:
+    best = {"val-core/a/reward/mean@1": [[1e30, 4]]}
+    edit(best=best)(saved / "global_step_4")
+    assert find(saved).state["best"] == best  # type: ignore[union-attr]
+
+
 def test_a_checkpoint_of_another_step_than_its_folder_says_is_not_taken(saved: Path) -> None:
     (saved / "global_step_4").rename(saved / "global_step_6")
     found = find(saved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         os.kill(os.getpid(), signal.SIGKILL)
     if solution_str == "nan":
         return float("nan")
+    if solution_str == "no acc":
+        return {"score": 1.0, "acc": float("nan")}
     return None if solution_str == "none" else {"score": float(solution_str), "digits": len(solution_str)}
 """
 
@@ -239,6 +242,21 @@ def test_validation_counts_every_row_once_whatever_the_size_of_its_batches(start
     run = start(texts, f"data.val_files={tmp_path / 'train.jsonl'}", "data.val_batch_size=2", "trainer.val_only=True")
     # (1 + 1 + 0 + 0 + 1) / 5; the mean of the batches' means would be (1 + 0 + 1) / 3, without the last row 2 / 4.
     assert run.train()["val-core/verl_lite/addition/reward/mean@1"] == 0.6
+
+
+def test_a_validation_value_that_is_no_number_does_not_get_into_checkpoints(start: Start, tmp_path: Path) -> None:
+    # JSON knows no NaN: the checkpoint would be refused as damaged.
+    run = start({0: ["no acc"]}, f"data.val_files={tmp_path / 'train.jsonl'}", "trainer.val_only=True")
+    assert math.isnan(run.train()["val-core/verl_lite/addition/acc/mean@1"])
+    assert run.trainer.validations == {}
+
+
+def test_prompts_that_never_fill_a_batch_are_told_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        start({0: ["1"], 1: ["2"], 2: ["3"]}, prompts=2)
+    assert [r.getMessage() for r in caplog.records if "do not fill" in r.message] == [
+        "the last 1 of 3 prompts of every epoch do not fill a batch of 2 and are left out"
+    ]
 
 
 def test_prompts_whose_responses_score_alike_are_replaced_by_the_next(start: Start, tmp_path: Path) -> None:

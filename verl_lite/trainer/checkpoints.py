@@ -37,7 +37,8 @@ LOCK = ".lock"
 FORMAT = 1
 # Before the name of a folder that is not there yet, or not any more; while a replaced one has no successor it counts.
 BEING_WRITTEN, BEING_REPLACED, BEING_REMOVED = ".writing_", ".replaced_", ".removing_"
-MAX_STATE_BYTES, MAX_CHECKED_BYTES, MAX_DEPTH, LARGEST = 16 << 20, 100 << 20, 20, 2**63
+MAX_STATE_BYTES, MAX_CHECKED_BYTES, MAX_DEPTH = 16 << 20, 100 << 20, 20
+LARGEST, LARGEST_FLOAT = 2**63, 1e300
 MAX_SHOWN, MAX_REASONS = 200, 4  # characters of a foreign text, broken folders, in a message
 # Of trainer.json: what a run reads of it. "*" stands for any key, [x] for a list of x, (x, y) for a list of these two.
 FORM = {
@@ -151,7 +152,7 @@ def _deviations(value: Any, form: Any, name: str = "") -> Iterator[str]:
         for element, part in zip(value, form, strict=True):
             yield from _deviations(element, part, name)
     elif form is float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST_FLOAT:
             yield f"{name}={value!r} is not a number"
     elif form is int:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST:

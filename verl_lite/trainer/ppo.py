@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -316,7 +317,8 @@ class PPOTrainer:
             logger.info("  %s", sample.line())
         metrics = validation_metrics(samples)
         for name, value in metrics.items():
-            if name.startswith("val-core/") and "/mean@" in name:
+            # A reward function's own values may be NaN, which is no number in JSON.
+            if name.startswith("val-core/") and "/mean@" in name and math.isfinite(value):
                 self.validations.setdefault(name, []).append((value, self.global_step))
         return metrics
 
@@ -477,7 +479,8 @@ class PPOTrainer:
         self, role: str, results: list[list[list[MiniBatchResult]]], batch: DataProto, plan: UpdatePlan, seed: int
     ) -> None:
         """Warn of the first update of the run that was skipped, and write its rows down."""
-        if self.first_skipped:
+        outcomes = [mini.outcome for epoch in results for mini in epoch[0]]  # the same on every rank
+        if self.first_skipped or "skipped" not in outcomes:
             return
         path = Path(self.config.trainer.run_dir) / "nonfinite" / f"step_{self.global_step}_{role}"
         schedules = plan.schedules(row_lengths(batch), seed)
