@@ -125,6 +125,7 @@ def _run(config: Config, plan: BatchPlan) -> int:
             (run_dir / "plan.json").write_text(json.dumps(plan.to_json(), indent=2, ensure_ascii=False))
             started = True
             run(config, plan, data, pool, log_dir, signals.stop)
+            signals.finished(saved=config.trainer.save_freq > 0)
             code = DONE
         except BaseException as error:
             early = _stopped_early(error)
