@@ -440,30 +440,26 @@ class BatchPlan:
     critic: UpdatePlan | None
     other_reading: UpdatePlan | str | None  # with n > 1: the mini-batch size in the other unit, or why it cannot be
     passes: tuple[PassPlan, ...]
-    total_training_steps: int | None
+    total_training_steps: int | None  # None: the size of the training set decides
     step_rows: tuple[Row, ...]
     run_rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
     @classmethod
-    def from_config(
-        cls, cfg: Config, num_train_rows: int | None = None, given: Collection[str] = (), notes: Sequence[str] = ()
-    ) -> BatchPlan:
+    def from_config(cls, cfg: Config, given: Collection[str] = (), notes: Sequence[str] = ()) -> BatchPlan:
         """The plan, or a PlanError with every problem.
 
-        num_train_rows: prompts of the training set, once it is loaded and filtered; the length of the run needs it.
         given: dotted keys that the user wrote, for the notes on keys without effect; a key whose value is not the
             default counts as written.
         notes: what others found, to stand before the plan's own notes.
         """
-        if problems := batch_problems(cfg, num_train_rows):
+        if problems := list(batch_problems(cfg)):
             raise PlanError(problems)
         actor = _update_plan(cfg, ACTOR, cfg.actor_rollout_ref.actor.ppo_mini_batch_unit)
         other: UpdatePlan | str | None = None
         if actor.responses_per_prompt > 1:
             unit = "sequence" if actor.unit == "prompt" else "prompt"
             other = _mini_batch_problem(cfg, ACTOR, unit) or _update_plan(cfg, ACTOR, unit)
-        total, how = _total_training_steps(cfg, num_train_rows)
         critic = _update_plan(cfg, "critic", actor.unit) if cfg.needs_critic else None
         passes = []
         for name, phase in _phases(cfg).items():
@@ -476,9 +472,9 @@ class BatchPlan:
             critic=critic,
             other_reading=other,
             passes=tuple(passes),
-            total_training_steps=total,
+            total_training_steps=cfg.trainer.total_training_steps,
             step_rows=tuple(_step_rows(cfg, actor)),
-            run_rows=tuple(_run_rows(cfg, actor, total, how)),
+            run_rows=tuple(_run_rows(cfg, actor)),
             notes=(*notes, *_notes(cfg, actor, given)),
         )
 
@@ -623,21 +619,14 @@ def _step_rows(cfg: Config, actor: UpdatePlan) -> Iterator[Row]:
     yield "rollout engines", rollout.num_replicas, how
 
 
-def _total_training_steps(cfg: Config, num_train_rows: int | None) -> tuple[int | None, str]:
-    epochs, prompts = cfg.trainer.total_epochs, cfg.data.train_batch_size
-    if cfg.trainer.total_training_steps is not None:
-        return cfg.trainer.total_training_steps, "trainer.total_training_steps"
-    if num_train_rows is None:
-        return None, f"prompts in data.train_files // {prompts:,} · trainer.total_epochs={epochs}"
-    steps = num_train_rows // prompts
-    how = f"({num_train_rows:,} prompts in data.train_files // {prompts:,} = {steps:,}) · trainer.total_epochs={epochs}"
-    return steps * epochs, how
-
-
-def _run_rows(cfg: Config, actor: UpdatePlan, total: int | None, how: str) -> Iterator[Row]:
+def _run_rows(cfg: Config, actor: UpdatePlan) -> Iterator[Row]:
     trainer, n = cfg.trainer, cfg.actor_rollout_ref.rollout.val_kwargs.n
-    yield "training steps", "when data is read" if total is None else total, how
-    if total is not None:
+    total = trainer.total_training_steps
+    if total is None:
+        how = f"prompts in data.train_files // {actor.prompts:,} · trainer.total_epochs={trainer.total_epochs}"
+        yield "training steps", "when data is read", how
+    else:
+        yield "training steps", total, "trainer.total_training_steps"
         warmup = min(trainer.critic_warmup, total) if cfg.needs_critic else 0
         but = f"; the first {warmup} (trainer.critic_warmup) train only the critic" * (warmup > 0)
         yield "optimizer steps", (total - warmup) * actor.optimizer_steps, f"{actor.optimizer_steps:,} each{but}"
@@ -673,12 +662,8 @@ def _sum_text(sizes: Sequence[int]) -> str:
 # What cannot work, and what has no effect
 
 
-def batch_problems(cfg: Config, num_train_rows: int | None = None) -> list[str]:
+def batch_problems(cfg: Config) -> Iterator[str]:
     """Every reason why the sizes cannot work, with keys, values and the nearest valid values."""
-    return list(_problems(cfg, num_train_rows))
-
-
-def _problems(cfg: Config, num_train_rows: int | None) -> Iterator[str]:
     data, rollout, trainer, actor = cfg.data, cfg.actor_rollout_ref.rollout, cfg.trainer, cfg.actor_rollout_ref.actor
     roles, phases = (ACTOR, "critic") if cfg.needs_critic else (ACTOR,), _phases(cfg).values()
     sizes = ["data.train_batch_size", "data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n"]
@@ -737,11 +722,6 @@ def _problems(cfg: Config, num_train_rows: int | None) -> Iterator[str]:
         yield (
             f"{ROLLOUT}.num_replicas={rollout.num_replicas} · tensor_model_parallel_size={tp_size} = {spanned} needs "
             f"more than the {cfg.num_slots} GPUs; largest possible: {max(1, cfg.num_slots // tp_size)}."
-        )
-    if num_train_rows is not None and num_train_rows < data.train_batch_size and not trainer.val_only:
-        yield (
-            f"data.train_batch_size={data.train_batch_size} is larger than the training set: {num_train_rows} prompts "
-            f"after filtering; largest possible: {num_train_rows}."
         )
 
 

@@ -36,10 +36,10 @@ def compose_plan(argv: Sequence[str]) -> tuple[Composed, BatchPlan]:
         raise ConfigError(error.problems) from None
 
 
-def make_plan(composed: Composed, num_train_rows: int | None = None) -> BatchPlan:
+def make_plan(composed: Composed) -> BatchPlan:
     """The plan of a composed command line, with notes on every key that has no effect there. Raises PlanError."""
     notes = list(_algorithm_notes(composed.config))
-    return BatchPlan.from_config(composed.config, num_train_rows, given=composed.raw, notes=notes)
+    return BatchPlan.from_config(composed.config, given=composed.raw, notes=notes)
 
 
 def _named_in(problems: Sequence[str], problem: str) -> bool:

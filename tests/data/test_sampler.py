@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 
@@ -31,16 +30,14 @@ def test_each_epoch_gives_every_row_once_in_another_order():
     assert epochs[0] != epochs[1]
 
 
-def test_the_partial_last_batch_is_dropped_with_its_number(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.INFO):
-        sampler = Sampler(7, 3, shuffle=False, seed=1)
+def test_the_partial_last_batch_is_dropped() -> None:
+    sampler = Sampler(7, 3, shuffle=False, seed=1)
     assert sampler.steps_per_epoch == 2
     assert batches(sampler, 3) == [(0, [0, 1, 2]), (0, [3, 4, 5]), (1, [0, 1, 2])]
-    assert "last 1 of 7 prompts" in caplog.text and [r.levelname for r in caplog.records] == ["INFO"]
 
 
 def test_fewer_rows_than_a_batch_are_refused():
-    with pytest.raises(ValueError, match="data.train_batch_size=8 .* 5 are left"):
+    with pytest.raises(ValueError, match="data.train_batch_size=8 .* 5 prompts .* left"):
         Sampler(5, 8, shuffle=True, seed=1)
 
 

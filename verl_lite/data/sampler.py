@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterator
-
-logger = logging.getLogger(__name__)
 
 
 def epoch_order(num_rows: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
@@ -28,18 +25,12 @@ class Sampler:
     def __init__(self, num_rows: int, batch_size: int, shuffle: bool, seed: int) -> None:
         if num_rows < batch_size:
             raise ValueError(
-                f"data.train_batch_size={batch_size} needs at least as many prompts, but {num_rows} are left after "
-                f"filtering; set data.train_batch_size to at most {num_rows} or give more data.train_files"
+                f"data.train_batch_size={batch_size} is more than the {num_rows} prompts of data.train_files that are "
+                f"left; set it to at most {num_rows} or give more data"
             )
         self._num_rows, self._batch_size, self._shuffle, self._seed = num_rows, batch_size, shuffle, seed
         self._epoch, self._position = 0, 0  # position: rows of this epoch already given out
         self._order = self._make_order()
-        dropped = num_rows % batch_size
-        if dropped:
-            logger.info(
-                "the last %d of %d prompts of every epoch do not fill a batch of %d and are left out",
-                dropped, num_rows, batch_size,
-            )  # fmt: skip
 
     @property
     def epoch(self) -> int:

@@ -102,24 +102,25 @@ def load_data(config: Config) -> TrainingData:
         logger.warning(checkpoint.warning)
     if train is None:
         return TrainingData(tokenizer, None, val, 0, transcriber, checkpoint)
-    if len(train) < data.train_batch_size:
-        raise ValueError(
-            f"data.train_batch_size={data.train_batch_size} is more than the {len(train)} prompts of data.train_files "
-            f"that are left; set it to at most {len(train)} or give more data"
-        )
-    whole_run = len(train) // data.train_batch_size * trainer.total_epochs
+    sampler = make_sampler(config, train)
+    if dropped := len(train) % data.train_batch_size:
+        logger.info(
+            "the last %d of %d prompts of every epoch do not fill a batch of %d and are left out",
+            dropped, len(train), data.train_batch_size,
+        )  # fmt: skip
     if checkpoint is not None:
-        check_place(config, train, checkpoint)
-    return TrainingData(tokenizer, train, val, trainer.total_training_steps or whole_run, transcriber, checkpoint)
+        check_place(config, sampler, train, checkpoint)
+    total_steps = trainer.total_training_steps or sampler.steps_per_epoch * trainer.total_epochs
+    return TrainingData(tokenizer, train, val, total_steps, transcriber, checkpoint)
 
 
 def make_sampler(config: Config, train: PromptDataset) -> Sampler:
     return Sampler(len(train), config.data.train_batch_size, config.data.shuffle, config.data.seed)
 
 
-def check_place(config: Config, train: PromptDataset, checkpoint: Checkpoint) -> None:
+def check_place(config: Config, sampler: Sampler, train: PromptDataset, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose place in the data is not a place in this run's data."""
-    make_sampler(config, train).load_state_dict(checkpoint.state["sampler"])
+    sampler.load_state_dict(checkpoint.state["sampler"])
     if checkpoint.state["data"] != train.fingerprint():
         raise ValueError(
             f"data.train_files={config.data.train_files}: other prompts, or other tokens of them, than in the run that "
