@@ -15,9 +15,8 @@ Columns (B = rows, P = longest prompt of the batch, R = longest response of the 
 ==================== ========= ======= ========================= ===========================================
 column               shape     dtype   written by                read by
 ==================== ========= ======= ========================= ===========================================
-prompts              [B, P]    int64   data                      rollout, metrics; padded on the left
-prompt_lengths       [B]       int64   data                      rollout, metrics
-responses            [B, R]    int64   rollout                   reward, workers; padded on the right
+prompts              [B, P]    int64   rollout                   nothing here; padded on the left
+responses            [B, R]    int64   rollout                   reward; padded on the right
 input_ids            [B, T]    int64   rollout                   actor, ref, critic; prompts then responses
 attention_mask       [B, T]    int64   rollout                   workers, metrics; 1 at real tokens
 position_ids         [B, T]    int64   rollout                   nothing here: workers count them anew

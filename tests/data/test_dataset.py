@@ -43,12 +43,11 @@ def questions(data: PromptDataset) -> list[str]:
     return [data[i]["raw_prompt"][0]["content"] for i in range(len(data))]
 
 
-def test_batch_pads_on_the_left_to_its_longest_prompt(tokenizer: Any, tmp_path: Path):
+def test_a_batch_has_its_prompts_by_token_and_by_name(tokenizer: Any, tmp_path: Path):
     data = dataset([write_parquet([row("1+2="), row("12+34="), row("123+456=")], tmp_path / "a.parquet")], tokenizer)
     batch = data.batch([0, 1], epoch=3)
-    # Ids of the characters: 0 is <pad>, 1 <eos>, the digits 2 … 11, "+" 12, "=" 16.
-    assert batch.batch["prompts"].tolist() == [[0, 0, 3, 12, 4, 16], [3, 4, 12, 5, 6, 16]]
-    assert batch.batch["prompt_lengths"].tolist() == [4, 6]
+    # Ids of the characters: the digits 2 … 11, "+" 12, "=" 16.
+    assert len(batch) == 2
     columns = batch.non_tensor_batch
     assert columns["uid"].tolist() == ["3-0", "3-1"]
     assert columns["prompt_ids"].tolist() == [[3, 12, 4, 16], [3, 4, 12, 5, 6, 16]]
@@ -206,12 +205,11 @@ def test_tokenizer_without_pad_token_uses_the_end_token(tmp_path: Path, caplog: 
 
 
 def test_an_inner_pad_id_is_a_token_like_any_other(tmp_path: Path):
-    # pad = end token = id 1, and the prompt contains it: lengths count it, the padding is only what is before.
+    # pad = end token = id 1, and the prompt contains it.
     tokenizer = load_tokenizer(char_tokenizer(tmp_path, pad_token=None))
     file = write_parquet([row("1<eos>2"), row("12345")], tmp_path / "a.parquet")
     batch = dataset([file], tokenizer).batch([0, 1], 0)
-    assert batch.batch["prompts"][0].tolist() == [1, 1, 3, 1, 4]
-    assert batch.batch["prompt_lengths"].tolist() == [3, 5]
+    assert batch.non_tensor_batch["prompt_ids"].tolist() == [[3, 1, 4], [3, 4, 5, 6, 7]]
 
 
 def test_tokenizer_without_chat_template_says_the_way_out(tmp_path: Path):

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.config import DataConfig
@@ -55,7 +54,6 @@ class PromptDataset:
     ) -> None:  # fmt: skip
         self._prompt_key, self._reward_fn_key = prompt_key, reward_fn_key
         self._max_prompt_length, self._truncation = max_prompt_length, truncation
-        self._pad_id = tokenizer.pad_token_id
         if not files:
             raise ValueError("data.train_files and data.val_files need at least one file each")
         self._files = [(path, self.read_rows(path)) for path in files]
@@ -110,18 +108,13 @@ class PromptDataset:
         return digest.hexdigest()
 
     def batch(self, indices: Sequence[int], epoch: int) -> DataProto:
-        """Rows as a batch: `prompts` [B, P] int64 padded on the left, `prompt_lengths` [B], and object columns.
+        """Rows as a batch of object columns.
 
         `uid` = "{epoch}-{place in the files}": it names a prompt across runs, whatever the filter or the order.
         """
         rows = [self[i] for i in indices]
-        lengths = [len(row["prompt_ids"]) for row in rows]
-        prompts = torch.full((len(rows), max(lengths, default=0)), self._pad_id, dtype=torch.int64)
-        for i, row in enumerate(rows):
-            prompts[i, prompts.shape[1] - lengths[i] :] = torch.tensor(row["prompt_ids"])
         columns = ("data_source", "reward_style", "ground_truth", "extra_info", "raw_prompt", "prompt_ids")
         return DataProto.from_dict(
-            tensors={"prompts": prompts, "prompt_lengths": torch.tensor(lengths, dtype=torch.int64)},
             non_tensors={
                 "uid": [f"{epoch}-{self._kept[i]}" for i in indices],
                 **{name: [row[name] for row in rows] for name in columns},

@@ -346,7 +346,7 @@ class PPOTrainer:
 
     def generate(self, prompts: DataProto, purpose: Purpose = "train") -> DataProto:
         """Every prompt with its responses, prompt after prompt; the engines share the prompts."""
-        parts = self.workers.rollout.generate(prompts.select([]), purpose=purpose, step=self.global_step)
+        parts = self.workers.rollout.generate(prompts, purpose=purpose, step=self.global_step)
         return join_batches(parts, pad_token_id=self.data.tokenizer.pad_token_id)
 
     def score(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
