@@ -204,7 +204,7 @@ def _where(error: BaseException) -> str:
     """The line an error of the system comes from when it names no file: of a socket, a pipe, the working folder."""
     if not isinstance(error, OSError) or error.errno is None or error.filename is not None:
         return ""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frame = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.line][-1]  # not of a frozen module
     return f" (from `{frame.line}` in {frame.filename}:{frame.lineno})"
 
 
