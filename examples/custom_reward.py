@@ -1,6 +1,7 @@
 """A reward function of your own: the answer must be right, and a short response earns a little more.
 
-python -m verl_lite.main_ppo … reward.custom_reward_function.path=examples/custom_reward.py \\
+python -m verl_lite.main_ppo --config-name quickstart \\
+    reward.custom_reward_function.path=examples/custom_reward.py \\
     +reward.custom_reward_function.reward_kwargs.length_bonus=0.1
 
 It runs in processes of its own, one call per response, `reward.timeout_s` seconds each. It may also be `async def`, and

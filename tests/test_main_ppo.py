@@ -228,6 +228,22 @@ def test_signals_to_the_whole_group_let_the_step_be_finished_and_saved(tmp_path:
         assert started.none_left(timeout_s=0)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_run_outlives_the_reader_of_its_console(
+    number: int, code: int, tmp_path: Path, running_cluster: dict[str, str]
+) -> None:
+    """`main_ppo … 2>&1 | tee log`: Ctrl-C, and a scheduler that signals every process, end `tee` first."""
+    with run("steps", tmp_path, SAVING, **running_cluster) as started:
+        started.read_until("step 1")
+        for pipe in (started.process.stdout, started.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        time.sleep(2.5)  # a step takes 2 s: at least one is told to nobody
+        os.kill(started.pids["driver"], number)
+        assert started.process.wait(timeout=60) == code
+        assert started.none_left(timeout_s=0)
+
+
 def test_a_step_that_takes_longer_than_the_grace_is_given_up(tmp_path: Path, running_cluster: dict[str, str]) -> None:
     with run("stuck", tmp_path, SAVING, "trainer.preempt_grace_s=1", **running_cluster) as started:
         started.read_until("running")

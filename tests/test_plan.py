@@ -135,6 +135,19 @@ def test_a_terminal_that_cannot_show_every_character_gets_the_others(module: str
     assert module == "verl_lite.main_ppo" or "1,024 prompts ? rollout.n=5 responses" in done.stdout
 
 
+@pytest.mark.parametrize("module", ["verl_lite.plan", "verl_lite.main_ppo"])
+def test_help_may_be_cut_off_by_its_reader(module: str) -> None:
+    """`--help | head`: the pipe is closed before the text is through."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", module, "--help"]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_the_table_in_the_docs_is_what_the_program_prints(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(plan.__file__).parents[1] / "docs" / "batch-sizes.md").read_text(encoding="utf-8")
     shown = page.split("<!-- plan:")[1].split("```")[1].strip("\n").splitlines()

@@ -11,6 +11,7 @@ import ast
 import copy
 import fnmatch
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -135,6 +136,14 @@ def usage(module: str = "verl_lite.main_ppo") -> str:
     return "\n".join(lines)
 
 
+def print_usage(module: str = "verl_lite.main_ppo", more: str = "") -> None:
+    """`| head` may close the pipe before the end."""
+    try:
+        print(more + usage(module), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes when it ends
+
+
 def _split_arguments(argv: Sequence[str]) -> tuple[str, list[Path], list[str], list[str]]:
     """(recipe, the user's recipe folders, overrides, problems)."""
     flags = {"--config-name": "name", "-cn": "name", "--config-dir": "dir", "-cd": "dir"}
@@ -144,7 +153,7 @@ def _split_arguments(argv: Sequence[str]) -> tuple[str, list[Path], list[str], l
     for argument in arguments:
         flag, equals, value = argument.partition("=")
         if argument in ("-h", "--help"):
-            print(usage())
+            print_usage()
             raise SystemExit(0)
         if flag in flags:
             value = value if equals else next(arguments, "")

@@ -261,7 +261,8 @@ class _Signals:
             self._interrupt()
         text = f"{self._name}: the step under way is finished and saved first, for at most"
         # Not `print`: the handler may have come in the middle of one.
-        os.write(self._console, f"\n{text} trainer.preempt_grace_s={self._grace_s:g} s (again: at once)\n".encode())
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._console, f"\n{text} trainer.preempt_grace_s={self._grace_s:g} s (again: at once)\n".encode())
         self.stop.set()
         signal.setitimer(signal.ITIMER_REAL, self._grace_s)
 
@@ -306,6 +307,8 @@ def _log_to(log: TextIO, secrets: Sequence[str]) -> TextIO:
     Lines that this package logs also go to the console. Neither shows secrets or control characters.
     """
     console = cast(TextIO, _CleanStream(os.fdopen(os.dup(2), "w", buffering=1), secrets))
+    if not sys.stdout.isatty():
+        sys.stdout = cast(TextIO, _LastingStream(sys.stdout))
     sys.stderr.flush()
     os.dup2(log.fileno(), 2)
     logging.captureWarnings(True)
@@ -333,17 +336,35 @@ class _ConsoleHandler(logging.Handler):
             print(prefix + _clean(record.getMessage(), self._secrets), flush=True)
 
 
-class _CleanStream(io.TextIOBase):
+class _LastingStream(io.TextIOBase):
+    """Writes to `stream` while somebody reads it: signals that ask a run to save end the `| tee` behind it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # rich asks what it can show
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.flush()
+
+
+class _CleanStream(_LastingStream):
     """Writes to `stream`, but neither secrets nor what a terminal would obey."""
 
     def __init__(self, stream: TextIO, secrets: Sequence[str]) -> None:
-        self._stream, self._secrets = stream, secrets
+        super().__init__(stream)
+        self._secrets = secrets
 
     def write(self, text: str) -> int:
-        return self._stream.write(_clean(text, self._secrets))
-
-    def flush(self) -> None:
-        self._stream.flush()
+        return super().write(_clean(text, self._secrets))
 
 
 def _clean(text: str, secrets: Sequence[str]) -> str:

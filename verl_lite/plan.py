@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from verl_lite import algorithms
 from verl_lite.batching import BatchPlan, PlanError, batch_problems
-from verl_lite.cli import Composed, ConfigError, compose, usage
+from verl_lite.cli import Composed, ConfigError, compose, print_usage
 
 if TYPE_CHECKING:
     from verl_lite.config import Config
@@ -64,7 +64,7 @@ def _algorithm_notes(config: Config) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
-        print("  --json   one JSON object instead of the table\n\n" + usage("verl_lite.plan"))
+        print_usage("verl_lite.plan", "  --json   one JSON object instead of the table\n\n")
         return 0
     try:
         composed, plan = compose_plan([argument for argument in argv if argument != "--json"])
