@@ -173,6 +173,8 @@ def test_reference_model_exists_only_when_a_kl_asks_for_it() -> None:
         ("trainer.logger", ["consol"], "did you mean console?"),
         ("trainer.critic_warmup", 2, "no critic"),
         ("data.custom_cls.path", "a.py", "set both"),
+        ("trainer.run_dir", "", "is empty, perhaps from a variable that is not set"),
+        ("data.train_files", ["a.parquet", ""], "is empty"),
         (ROLLOUT + "nnodes", 1, "not built yet"),
         ("algorithm.kl_ctrl.type", "adaptiv", "did you mean adaptive?"),
     ],
@@ -201,6 +203,7 @@ def test_no_checkpoints_is_a_fine_wish(freq: int) -> None:
         ({ROLLOUT + "val_kwargs.temperature": 0.7}, "greedy"),
         ({ACTOR + "use_kl_loss": True, "algorithm.use_kl_in_reward": True}, "in the loss"),
         ({ACTOR + "optim.lr_warmup_steps": 5, ACTOR + "optim.lr_warmup_steps_ratio": 0.1}, "no effect"),
+        ({"trainer.save_freq": 1, ACTOR + "checkpoint.save_contents": ["hf_model"]}, "nothing can go on"),
     ],
 )
 def test_a_doubtful_combination_is_said(values: dict[str, Any], words: str) -> None:

@@ -741,6 +741,8 @@ def near_names(name: str, candidates: Sequence[str], count: int = 3) -> list[str
 def range_problem(name: str, value: Any) -> str | None:
     """The message for a value outside the key's limits or choices, None if it is fine."""
     leaf = leaf_keys()[name]
+    if leaf.path and "" in (value if isinstance(value, list) else [value]):
+        return f"{name} is empty, perhaps from a variable that is not set: name a path, or leave the key out"
     if leaf.in_range(value):
         return None
     near = near_names(str(value), [str(choice) for choice in leaf.choices or ()], 1)
@@ -846,6 +848,9 @@ def notices(config: Config) -> list[str]:
     """What is allowed but probably not meant."""
     data, trainer, rollout = config.data, config.trainer, config.actor_rollout_ref.rollout
     actor, val, address = config.actor_rollout_ref.actor, rollout.val_kwargs, config.ray_kwargs.ray_init.address
+    checkpoints = {"actor_rollout_ref.actor": actor.checkpoint}
+    if config.needs_critic:
+        checkpoints["critic"] = config.critic.checkpoint
     found = [
         (
             not data.val_files and (trainer.test_freq > 0),
@@ -870,6 +875,14 @@ def notices(config: Config) -> list[str]:
         (
             trainer.resume_from_path is not None and trainer.resume_mode != "resume_path",
             f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}",
+        ),
+        *(
+            (
+                trainer.save_freq > 0 and "model" not in checkpoint.save_contents,
+                f"{name}.checkpoint.save_contents={checkpoint.save_contents} has no model: nothing can go on from what "
+                "is saved",
+            )
+            for name, checkpoint in checkpoints.items()
         ),
         (
             actor.has_kl_loss and config.algorithm.use_kl_in_reward,
