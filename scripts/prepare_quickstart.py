@@ -278,6 +278,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # actively waiting threads crawl on a busy machine
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     folder = home() / "quickstart"
     stamp = folder / "prepared.json"
     facts = json.loads(stamp.read_text()) if stamp.exists() and not arguments.force else {}
