@@ -9,8 +9,10 @@ a token classifier of one label: its logit at a token is the value there. Reads 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,7 +41,9 @@ def export(folder: Path, out: Path, *, role: str, dtype: str | None, trust_remot
     from verl_lite.distributed.checkpoint import read_tensors
     from verl_lite.models.export import HFExport
 
-    tensors = read_tensors(folder / role / "model")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        tensors = read_tensors(folder / role / "model")
     if dtype is not None:
         wanted = getattr(torch, dtype)
         tensors = {k: tensor.to(wanted) if tensor.is_floating_point() else tensor for k, tensor in tensors.items()}
@@ -59,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as trained")
     parser.add_argument("--trust-remote-code", action="store_true", help="let code that comes with the model run")
     given = parser.parse_args(argv)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         export(
             given.checkpoint, given.out, role=given.role, dtype=given.dtype, trust_remote_code=given.trust_remote_code

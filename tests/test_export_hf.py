@@ -62,6 +62,8 @@ def test_an_export_is_what_hf_model_writes(role: str, checkpoint: Path, tmp_path
     folders = tmp_path / "hf", checkpoint / role / "huggingface"
     exported, written = (load_file(folder / "model.safetensors") for folder in folders)
     assert exported.keys() == written.keys() and all(torch.equal(exported[k], written[k]) for k in exported)
+    # Whoever serves it may be another user: of one mode, since safetensors' own would be 0600.
+    assert len({file.stat().st_mode for folder in folders for file in folder.iterdir()}) == 1
     _, info = LOADERS[role].from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(info.values())
 

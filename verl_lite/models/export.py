@@ -58,6 +58,10 @@ class HFExport:
             prefix = next((prefix for prefix in own if name.startswith(prefix)), "")
             named[own.get(prefix, "") + name.removeprefix(prefix)] = tensor
         model.save_pretrained(str(folder), state_dict=named)
+        # safetensors writes files that their owner alone may read, whatever the umask says.
+        mode = (folder / "config.json").stat().st_mode & 0o777
+        for weights in folder.glob("*.safetensors"):
+            weights.chmod(mode)
 
     @functools.cached_property
     def _skeleton(self) -> PreTrainedModel:
