@@ -388,3 +388,12 @@ def test_a_run_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     with main_ppo._claim(tmp_path / "run"):
         assert main_ppo.main(arguments(tmp_path)) == main_ppo.REFUSED
     assert "another run is using it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_finished_run_is_taken_down_takes_nothing_back(number: int) -> None:
+    with main_ppo._Signals(600, saving=True) as signals:
+        signals.stop.in_steps = True
+        signals.finished(saved=True)
+        os.kill(os.getpid(), number)
+        assert not signals.stop.is_set() and not signals.interrupting

@@ -226,7 +226,7 @@ class _Signals:
     def __init__(self, grace_s: float, *, saving: bool) -> None:
         self.stop = StopRequest()
         self._console = 2
-        self.interrupting = self._saved = False
+        self.interrupting = self._saved = self._over = False
         self._grace_s, self._saving = grace_s, saving
         self._received: list[int] = []
         self._first_at = 0.0
@@ -257,6 +257,8 @@ class _Signals:
         if len(self._received) > 1:
             os._exit(self.exit_code)
         self._first_at = time.monotonic()
+        if self._over:
+            return  # what is left is taking the run down, within limits of its own
         if not (known and self._saving and self.stop.in_steps):
             self._interrupt()
         text = f"{self._name}: the step under way is finished and saved first, for at most"
@@ -269,7 +271,7 @@ class _Signals:
     def finished(self, *, saved: bool) -> None:
         """The last step is over, and what it was worth is `saved` or not."""
         signal.setitimer(signal.ITIMER_REAL, 0)
-        self._saved = saved
+        self._saved, self._over = saved, True
 
     def _interrupt(self) -> NoReturn:
         self.interrupting = True
