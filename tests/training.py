@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from ranks import all_gather
+from safetensors.torch import load_file
 from tiny import CHARACTERS
 
 from verl_lite.algorithms.aggregate import MiniBatchTotals
@@ -113,3 +115,12 @@ def forward_pass(method: Any, batch: DataProto, context: RankContext, **cut: Any
 
 def full_weights(worker: ActorWorker | CriticWorker) -> dict[str, torch.Tensor]:
     return {name: tensor.full_tensor().clone() for name, tensor in worker.engine.module.state_dict().items()}
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    """The tensors of a checkpoint, those of all ranks."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("rank_*"))} | {
+        f"{path.relative_to(folder)}:{name}": tensor.numpy().tobytes()
+        for path in sorted(folder.rglob("shard-*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }

@@ -17,8 +17,8 @@ from typing import Any
 import export_hf
 import pytest
 import torch
-from safetensors.torch import load_file
 from tiny import addition_rows, tiny_model, tiny_reward_model, write_jsonl
+from training import everything_in
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from verl_lite.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
@@ -217,15 +217,6 @@ def test_an_adaptive_coefficient_rises_above_the_target_and_falls_below(target: 
     assert metrics["actor/reward_kl_penalty"] > 1e-6
     assert metrics["actor/reward_kl_penalty_coeff"] == before
     assert trainer.kl_controller.kl_coef == pytest.approx(factor * before)
-
-
-def everything_in(folder: Path) -> dict[str, bytes]:
-    """The tensors of a checkpoint, those of all ranks."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("rank_*"))} | {
-        f"{path.relative_to(folder)}:{name}": tensor.numpy().tobytes()
-        for path in sorted(folder.rglob("shard-*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_equals_the_uninterrupted_one(job: Job, tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
-"""The tiny job on two nodes, by the cluster's address: the numbers of one node."""
+"""The tiny job on two nodes, by the cluster's address and through Ray's job server: the numbers of one node."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from ray.cluster_utils import Cluster
 from tiny import addition_rows, tiny_model, write_parquet
 
+from verl_lite.distributed.process_group import free_port
 from verl_lite.distributed.watchdog import RUN_ID
 
 ROOT = Path(__file__).parents[2]
@@ -38,14 +41,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    """Two nodes of two CPUs."""
+    """Two nodes of two CPUs; the head has a job server.
+
+    Each keeps its files in a folder of its own, as machines do: in a shared one, the second node to need a job's
+    working folder puts a new copy in the place of that in which the job already runs.
+    """
     started = Cluster(shutdown_at_exit=False)
+    second = tempfile.mkdtemp(prefix="vl-", dir="/tmp")  # a socket's path is limited to 107 bytes
     try:
-        for _ in range(2):
-            started.add_node(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
+        server = {"include_dashboard": True, "dashboard_port": free_port(), "dashboard_host": "127.0.0.1"}
+        started.add_node(num_cpus=2, object_store_memory=100 << 20, **server)
+        started.add_node(num_cpus=2, object_store_memory=100 << 20, temp_dir=second)
         yield started
     finally:
         started.shutdown()
+        shutil.rmtree(second)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -82,3 +92,12 @@ def test_two_nodes_by_address_give_the_metrics_of_one(
 ) -> None:
     assert_same(run([*JOB, *TWO_NODES], folder, "address", RAY_ADDRESS=nodes.address), one_node)
     assert "rank0" in " ".join(os.listdir(folder / "address" / "logs"))
+
+
+def test_a_submitted_job_on_two_nodes_gives_the_metrics_of_one(
+    folder: Path, nodes: Cluster, one_node: list[dict[str, float]]
+) -> None:
+    """Case B109: the job starts in Ray's copy of the working folder, and its relative paths are of that."""
+    server = f"http://{nodes.webui_url}"
+    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", server, "--working-dir", "."]
+    assert_same(run([*submit, "--", *JOB, *TWO_NODES], folder, "submitted"), one_node)

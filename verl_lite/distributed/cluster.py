@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private import ray_constants, services
+from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
 from verl_lite.config import num_cores
@@ -177,6 +178,21 @@ def _runtime_env(asked: Mapping[str, Any]) -> dict[str, Any]:
     return env
 
 
+@contextlib.contextmanager
+def _no_job_server(embedded: bool) -> Iterator[None]:
+    """Start an embedded Ray as if `ray[default]` were not installed: its agents would serve HTTP, and run what is sent.
+
+    Ray has no setting for it.
+    """
+    installed = ray_utils.get_dashboard_dependency_error
+    if embedded:
+        ray_utils.get_dashboard_dependency_error = lambda: ImportError("not wanted")
+    try:
+        yield
+    finally:
+        ray_utils.get_dashboard_dependency_error = installed
+
+
 class RayCluster:
     """A connection to Ray, made in the background; `wait` says when it stands.
 
@@ -243,7 +259,7 @@ class RayCluster:
         ray_worker.print_to_stdstream = _log_ray_message  # keeps its workers' lines off the console
         services.ConsolePopen = _start_daemon
         try:
-            with _sigterm_kept():
+            with _sigterm_kept(), _no_job_server(self.address is None):
                 ray.init(**options)
         except BaseException as error:  # re-raised in `wait`
             self._error = error
