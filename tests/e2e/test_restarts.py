@@ -38,6 +38,7 @@ from verl_lite.workers.actor import ActorWorker
 
 ENGINES = """
 import asyncio, os, signal
+import psutil
 from pathlib import Path
 from verl_lite.rollout.hf_engine import HfEngine
 from verl_lite.rollout.vllm_engine import VllmEngine
@@ -75,7 +76,8 @@ class Vllm(VllmEngine):
     async def _complete(self, *args):
         if told("generate"):
             await asyncio.sleep(0.05)  # the others are under way, this one is not sent yet
-            os.kill(self._cores[0].pid, signal.SIGKILL)
+            [worker, *_] = psutil.Process(self._cores[0].pid).children()  # the engine then tells, and is slow to end
+            worker.kill()
         return await super()._complete(*args)
 
     def update_weights(self, update, **same):
@@ -176,8 +178,8 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(map(ord, solution_str)) % 7 / 7
 """
-# hf: each of the moments that a replica can die in; vllm: its child in the middle of generating, and the actor that
-# owns it when an update is done.
+# hf: each of the moments that a replica can die in; vllm: its child's child in the middle of generating, and the
+# actor that owns it when an update is done; its child below.
 DEATHS = {
     "hf": {"generate": 1, "sleep": 1, "update_weights": 1, "wake_kv_cache": 1, "updated": 2},
     "vllm": {"generate": 1, "updated": 1},

@@ -196,13 +196,17 @@ class VllmEngine:
             future.cancel()
 
     def _check_alive(self, error: BaseException | None = None) -> None:
-        """Raise `ProcessDied` if the engine's process has ended, which may have caused `error`."""
-        if self._cores and type(error).__name__ == "EngineDeadError":
-            self._cores[0].join(5)  # it says so before it ends
+        """Raise `ProcessDied` if the engine's process has ended, or says that it will: that may have caused `error`."""
         for core in self._cores:
-            if core.exitcode is not None:
+            ending = None
+            if type(error).__name__ == "EngineDeadError":  # it says so before it ends, and can be long about ending
+                core.join(5)
+                if core.exitcode is None:
+                    core.kill()
+                    ending = "said that it cannot go on, perhaps because a process of its own had ended"
+            if core.exitcode is not None or ending:
                 _remove(self._segments)
-                ending = describe_exit(core.exitcode, self._oom_kills)
+                ending = ending or describe_exit(core.exitcode, self._oom_kills)
                 raise ProcessDied(f"vLLM's engine process (pid {core.pid}) {ending}", _ECHO) from None
 
 
