@@ -28,7 +28,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
         ["-m", "verl_lite.main_ppo", "--config-name", "quickstart_ppo", "trainer.test_freq=40"],
     ):
         done = subprocess.run(
-            [sys.executable, *args], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, *args], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stdout + done.stderr
     lines = (folder / "outputs" / "quickstart" / "ppo" / "metrics.jsonl").read_text().splitlines()
