@@ -633,15 +633,22 @@ PLACES: dict[str, Callable[[Workshop, Sequence[str]], Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+@contextlib.contextmanager
+def open_workshop(folder: Path) -> Iterator[Workshop]:
+    """A workshop in a process group of one, for a module's tests."""
     process_group.init_process_group(0, 1, "127.0.0.1", process_group.free_port(), "cpu", 60)
     with pytest.MonkeyPatch.context() as patch:
-        workshop = Workshop(tmp_path_factory.mktemp("workshop"), patch)
+        workshop = Workshop(folder, patch)
         yield workshop
         for pool in workshop.pools.values():
             pool.close()
     process_group.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    with open_workshop(tmp_path_factory.mktemp("workshop")) as workshop:
+        yield workshop
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------

@@ -11,10 +11,8 @@ import pytest
 import torch
 from export_hf import main
 from safetensors.torch import load_file
-from test_dead_keys import PPO, A, Workshop
+from test_dead_keys import PPO, A, Workshop, open_workshop
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
-
-from verl_lite.distributed import process_group
 
 TRAINED = [*PPO, "data.val_files=val.jsonl", "trainer.val_before_train=False", "trainer.save_freq=2"]
 CONTENTS = A + "checkpoint.save_contents=[model,hf_model]"
@@ -22,14 +20,9 @@ CONTENTS = A + "checkpoint.save_contents=[model,hf_model]"
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    process_group.init_process_group(0, 1, "127.0.0.1", process_group.free_port(), "cpu", 60)
-    with pytest.MonkeyPatch.context() as patch:
-        workshop = Workshop(tmp_path_factory.mktemp("export"), patch)
+    with open_workshop(tmp_path_factory.mktemp("export")) as workshop:
         workshop.run([*TRAINED, CONTENTS], keep=True)
         yield workshop
-        for pool in workshop.pools.values():
-            pool.close()
-    process_group.destroy_process_group()
 
 
 @pytest.fixture

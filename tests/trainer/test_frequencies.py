@@ -7,19 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_dead_keys import BASE, Workshop
-
-from verl_lite.distributed import process_group
+from test_dead_keys import BASE, Workshop, open_workshop
 
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    process_group.init_process_group(0, 1, "127.0.0.1", process_group.free_port(), "cpu", 60)
-    with pytest.MonkeyPatch.context() as patch:
-        yield (workshop := Workshop(tmp_path_factory.mktemp("frequencies"), patch))
-        for pool in workshop.pools.values():
-            pool.close()
-    process_group.destroy_process_group()
+    with open_workshop(tmp_path_factory.mktemp("frequencies")) as workshop:
+        yield workshop
 
 
 def seen(workshop: Workshop, *overrides: str) -> tuple[list[int], list[int]]:

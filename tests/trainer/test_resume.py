@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from test_dead_keys import ADAPTIVE, BASE, KL, Workshop
-
-from verl_lite.distributed import process_group
+from test_dead_keys import ADAPTIVE, BASE, KL, Workshop, open_workshop
 
 SAVING = ["trainer.save_freq=1", "trainer.total_training_steps=4"]
 
@@ -58,12 +56,8 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    process_group.init_process_group(0, 1, "127.0.0.1", process_group.free_port(), "cpu", 60)
-    with pytest.MonkeyPatch.context() as patch:
-        yield (workshop := Workshop(tmp_path_factory.mktemp("resume"), patch))
-        for pool in workshop.pools.values():
-            pool.close()
-    process_group.destroy_process_group()
+    with open_workshop(tmp_path_factory.mktemp("resume")) as workshop:
+        yield workshop
 
 
 @pytest.fixture
