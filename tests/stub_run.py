@@ -54,15 +54,18 @@ def run(config: Any, plan: Any, data: None, pool: Any, log_dir: Path, stop: Stop
     rollout.wait_ready()
     for name in ("raylet", "gcs_server"):
         print(f"{name} {cluster._daemons.get(name)}", flush=True)
-    print(f"rank {group.call(Sleeper.pid)[0]}\nrunning", flush=True)
+    rank = group.call(Sleeper.pid)[0]
+    stop.in_steps = MODE in ("steps", "stuck")
     for step in itertools.count(1):
-        stop.in_steps = MODE in ("steps", "stuck")
         try:
+            if step == 1:  # all that tests signal after is set by now
+                print(f"rank {rank}\nrunning", flush=True)
             group.call(Sleeper.work, MODE)
             if MODE != "steps":
                 return
+            stopping = stop.is_set()  # before the line that tests wait for: their signal is then the next step's
             print(f"step {step}", flush=True)
-            if stop.is_set():
+            if stopping:
                 raise StoppedEarly(step, Path(config.trainer.default_local_dir) / f"global_step_{step}")
         except KeyboardInterrupt:
             if MODE != "deaf":
