@@ -57,7 +57,7 @@ def measure(rank: int, world_size: int, port: int, model: str, directory: str, r
         parameter.grad = torch.full_like(parameter, 1e-3)
     assert worker.engine.optimizer is not None
     worker.engine.optimizer.step()  # now it has a state
-    checkpoints = Checkpoints(Path(directory), keep={"actor": None})
+    checkpoints = Checkpoints(Path(directory), keep={"actor": None}, run="bench")
     for step in range(1, repeat + 1):
         dist.barrier()
         started = time.perf_counter()

@@ -31,6 +31,7 @@ from verl_lite.trainer.checkpoints import (
 )
 
 HEADER = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+RUN = "a run"
 WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(8)  # two zeros as safetensors
 
 
@@ -59,7 +60,7 @@ def steps(directory: Path, role: str = "") -> set[int]:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A folder with steps 2 and 4."""
-    checkpoints = Checkpoints(tmp_path, {"actor": None})
+    checkpoints = Checkpoints(tmp_path, {"actor": None}, RUN)
     for step in (2, 4):
         write(checkpoints, step)
     return tmp_path
@@ -108,7 +109,7 @@ def test_no_change_of_the_disk_is_a_moment_at_which_the_newest_is_lost(
     """verl-project/verl#4873 (B087), RLinf/RLinf#1469 (B085): every moment of a save is tried, one after the other."""
     for change in itertools.count(1):
         directory = tmp_path / str(change)
-        checkpoints = Checkpoints(directory, {"actor": 1, "critic": 2})
+        checkpoints = Checkpoints(directory, {"actor": 1, "critic": 2}, RUN)
         write(checkpoints, 2, 1.0)
         write(checkpoints, 4, 2.0)
         finished = False
@@ -126,9 +127,9 @@ def test_no_change_of_the_disk_is_a_moment_at_which_the_newest_is_lost(
         stamp = found.state["kl_controller"]["kl_coef"]
         assert stamp in ([3.0] if finished else [2.0, 3.0]), f"change {change}: {found}"
         with INTERRUPTION.at(10, Killed()), pytest.raises(Killed):  # the next one does not come far either
-            write(Checkpoints(directory, {"actor": 1, "critic": 2}), 8, 4.0)
+            write(Checkpoints(directory, {"actor": 1, "critic": 2}, RUN), 8, 4.0)
         assert find(directory).state["kl_controller"] == {"kl_coef": stamp}  # type: ignore[union-attr]
-        write(Checkpoints(directory, {"actor": 1, "critic": 2}), 8, 4.0)  # nothing left behind is in the way
+        write(Checkpoints(directory, {"actor": 1, "critic": 2}, RUN), 8, 4.0)  # nothing left behind is in the way
         assert (steps(directory, "actor"), len(steps(directory, "critic"))) == ({8}, 2)
         assert [path.name for path in directory.iterdir() if path.name.startswith(".")] == [LOCK]
         if finished and INTERRUPTION.left == 0 and not isinstance(error, OSError):
@@ -160,13 +161,13 @@ def test_whatever_happens_the_newest_is_found_and_as_many_are_kept_as_asked(
 
 
 def live_through(directory: Path, keep: dict[str, int | None], actions: list[Action]) -> None:
-    checkpoints, step, newest = Checkpoints(directory, keep), 0, None
+    checkpoints, step, newest = Checkpoints(directory, keep, RUN), 0, None
     for stamp, (action, number) in enumerate(actions, 1):
         if action == "restart":
-            checkpoints = Checkpoints(directory, keep)
+            checkpoints = Checkpoints(directory, keep, RUN)
             continue
         if action == "back":  # trainer.resume_from_path names an older one
-            checkpoints = Checkpoints(directory, keep)
+            checkpoints = Checkpoints(directory, keep, RUN)
             step = sorted(steps(directory))[number % len(steps(directory))] if steps(directory) else 0
             continue
         before, step = contents(directory), step + 1
@@ -178,7 +179,7 @@ def live_through(directory: Path, keep: dict[str, int | None], actions: list[Act
             except OSError:
                 checkpoints.discard()
             except Killed:
-                checkpoints = Checkpoints(directory, keep)
+                checkpoints = Checkpoints(directory, keep, RUN)
         found = find(directory)
         assert found is not None or newest is None
         at = None if found is None else found.state["kl_controller"]["kl_coef"]
@@ -209,7 +210,7 @@ def test_a_clock_that_was_set_back_does_not_make_the_newest_the_oldest(
     times = iter([2e9, 1e9, 1e9])
     monkeypatch.setattr("verl_lite.trainer.checkpoints.time.time", lambda: next(times))
     for step in (1, 2, 3):
-        write(Checkpoints(tmp_path, {"actor": 1}), step)  # as three processes would
+        write(Checkpoints(tmp_path, {"actor": 1}, RUN), step)  # as three processes would
         assert steps(tmp_path) == {step}
         found = find(tmp_path)
         assert found is not None and (found.step, found.warning) == (step, None)
@@ -220,17 +221,28 @@ def test_folders_that_are_not_checkpoints_are_left_alone(tmp_path: Path) -> None
     others = ["global_step_1", "global_step_5_best", ".backup_global_step_1", "old_global_step_3"]
     for name in others:
         (tmp_path / name / "actor").mkdir(parents=True)
-    checkpoints = Checkpoints(tmp_path, {"actor": 1})
+    checkpoints = Checkpoints(tmp_path, {"actor": 1}, RUN)
     for step in (2, 3, 4):
         write(checkpoints, step)
     assert {path.name for path in tmp_path.iterdir()} == {*others, "global_step_4", TRACKER, LOCK}
+
+
+def test_the_checkpoints_of_an_earlier_run_are_not_counted_and_not_removed(tmp_path: Path) -> None:
+    """trainer.resume_mode=disable starts a run beside them; what it keeps of its own says nothing about theirs."""
+    for step in (10, 20):
+        write(Checkpoints(tmp_path, {"actor": None}, "earlier"), step)
+    for step in (1, 2, 3):
+        write(Checkpoints(tmp_path, {"actor": 2}, RUN), step)
+    assert steps(tmp_path) == {2, 3, 10, 20}
+    found = find(tmp_path)
+    assert found is not None and (found.step, found.state["run"]) == (3, RUN)
 
 
 def test_two_runs_do_not_save_in_one_folder(saved: Path) -> None:
     """Both would take the other's folder for a leftover, and remove the other's checkpoints as too old."""
     code = (
         "import sys; from pathlib import Path; from verl_lite.trainer.checkpoints import Checkpoints\n"
-        "run = Checkpoints(Path(sys.argv[1]), {'actor': 1}); print(run.begin(5), flush=True); input()"
+        "run = Checkpoints(Path(sys.argv[1]), {'actor': 1}, 'other'); print(run.begin(5), flush=True); input()"
     )
     other = subprocess.Popen(
         [sys.executable, "-c", code, str(saved)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -238,7 +250,7 @@ def test_two_runs_do_not_save_in_one_folder(saved: Path) -> None:
     assert other.stdout is not None
     folder = Path(other.stdout.readline().strip())
     try:
-        ours = Checkpoints(saved, {"actor": 1})
+        ours = Checkpoints(saved, {"actor": 1}, RUN)
         with pytest.raises(OSError, match="another run is saving there; give each run a folder of its own"):
             write(ours, 6)
         ours.discard()

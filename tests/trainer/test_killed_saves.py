@@ -54,7 +54,7 @@ def save_for_ever(context: RankContext, directory: Path, model: str, log: Path, 
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             assert (local == stamp).all(), f"{local.flatten()[:3]} in a checkpoint of {stamp}"
     note("loaded", stamp)
-    checkpoints = Checkpoints(directory, {"actor": keep})
+    checkpoints = Checkpoints(directory, {"actor": keep}, "a run")
     for parameter in worker.engine.module.parameters():
         moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.zeros(()), **moments}

@@ -43,6 +43,7 @@ MAX_SHOWN, MAX_REASONS = 200, 4  # characters of a foreign text, broken folders,
 # Of trainer.json: what a run reads of it. "*" stands for any key, [x] for a list of x, (x, y) for a list of these two.
 FORM = {
     "format": int, "step": int, "saved_at": float, "total_training_steps": int, "ranks": int, "data": str,
+    "run": str,
     "contents": {"*": [str]},
     "architecture": {"*": {"*": object}},
     "sampler": {"epoch": int, "position": int, "seed": int, "shuffle": bool, "num_rows": int},
@@ -369,10 +370,10 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 class Checkpoints:
     """Writes checkpoints: `folder = begin(step)`, write into it, `complete(folder, state)`, `commit(folder)`."""
 
-    def __init__(self, directory: Path, keep: Mapping[str, int | None]) -> None:
-        """keep: for each role how many checkpoints have its part; None: all."""
-        self.directory, self.keep = directory, keep
-        self._saved_at: dict[Path, float] = {}  # of the folders that are there
+    def __init__(self, directory: Path, keep: Mapping[str, int | None], run: str) -> None:
+        """keep: for each role how many checkpoints have its part; None: all. run: whose they are, for ever."""
+        self.directory, self.keep, self.run = directory, keep, run
+        self._known: dict[Path, Checkpoint] = {}  # the checkpoints that are there
         self._lock: TextIO | None = None
         self._begun: Path | None = None
 
@@ -403,8 +404,9 @@ class Checkpoints:
             if path.is_file()
         }
         # Not by the clock alone: it may be set back, and be another one where the run is resumed.
-        saved_at = max([time.time(), *(math.nextafter(saved, math.inf) for saved in self._ages().values())])
-        content = {"format": FORMAT, **state, "saved_at": saved_at, "files": files}
+        before = [math.nextafter(checkpoint.saved_at(), math.inf) for checkpoint in self._checkpoints()]
+        saved_at = max([time.time(), *before])
+        content = {"format": FORMAT, **state, "run": self.run, "saved_at": saved_at, "files": files}
         (folder / STATE).write_text(json.dumps(content, indent=1, default=str))
         for path in [*folder.rglob("*"), folder]:
             _sync(path)
@@ -423,7 +425,7 @@ class Checkpoints:
         if final.exists():
             final.rename(replaced)
         folder.rename(final)
-        self._saved_at.pop(final, None)
+        self._known.pop(final, None)
         _sync(self.directory)
         tracker = self.directory / f".{TRACKER}"
         tracker.write_text(final.name.removeprefix("global_step_"))
@@ -438,18 +440,19 @@ class Checkpoints:
             logger.warning("old checkpoints in %s could not be removed: %s", self.directory, error)
         return final
 
-    def _ages(self) -> dict[Path, float]:
-        """When each checkpoint was saved, those of former processes too; folders of something else have no age."""
+    def _checkpoints(self) -> list[Checkpoint]:
+        """Those that are there, newest first, of former processes and other runs too."""
         for folder in self.directory.glob("global_step_*"):
-            if folder not in self._saved_at:
+            if folder not in self._known:
                 with contextlib.suppress(ValueError):
-                    self._saved_at[folder] = _read_state(folder).saved_at()
-        return {folder: age for folder, age in self._saved_at.items() if folder.is_dir()}
+                    self._known[folder] = _read_state(folder)
+        self._known = {folder: checkpoint for folder, checkpoint in self._known.items() if folder.is_dir()}
+        return sorted(self._known.values(), key=Checkpoint.saved_at, reverse=True)
 
     def _prune(self) -> None:
-        # By when they were written: a run that went back a few steps must not lose what it has just saved.
-        ages = self._ages()
-        folders = sorted(ages, key=ages.__getitem__, reverse=True)
+        # By when they were written: a run that went back a few steps must not lose what it has just saved. Those of
+        # another run (trainer.resume_mode=disable starts one beside them) are not this one's to remove.
+        folders = [checkpoint.folder for checkpoint in self._checkpoints() if checkpoint.state["run"] == self.run]
         kept: dict[str, list[Path]] = {}
         for role, keep in self.keep.items():
             having = [folder for folder in folders if (folder / role).is_dir()]

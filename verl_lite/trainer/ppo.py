@@ -8,6 +8,7 @@ import logging
 import math
 import shlex
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -138,6 +139,7 @@ class PPOTrainer:
         self.checkpoints = Checkpoints(
             Path(config.trainer.default_local_dir),
             keep={"actor": config.trainer.max_actor_ckpt_to_keep, "critic": config.trainer.max_critic_ckpt_to_keep},
+            run=uuid.uuid4().hex if data.checkpoint is None else data.checkpoint.state["run"],
         )
         self.global_step = 0  # the training step being made
         self.skipped_in_a_row = {"actor": 0, "critic": 0}
