@@ -31,11 +31,13 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]
+from leftovers import left_in_shared_memory  # noqa: E402
 from tiny import addition_rows, tiny_model, write_jsonl  # noqa: E402
 
 MARK = "VERL_LITE_CHAOS"  # in the environment of every process of a run
 LIMIT_S = 60.0
 RUN_LIMIT_S = 180.0  # of a start, or of two steps
+STEP_LIMIT_S = 10.0
 TARGETS = ("driver", "actor rank", "rollout actor", "engine child", "reward worker", "raylet", "gcs_server", "any")
 MOMENTS = ("step", "save", "start")
 
@@ -157,10 +159,11 @@ class Job:
 
     def wait_for(self, step: int) -> None:
         """Until this step is saved, or the run has ended."""
-        deadline = time.monotonic() + RUN_LIMIT_S
+        limit_s = RUN_LIMIT_S + STEP_LIMIT_S * (step - self.newest())
+        deadline = time.monotonic() + limit_s
         while self.running() and self.newest() < step:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"step {step} was not saved within {RUN_LIMIT_S:g} s; {self.output()[-2000:]}")
+                raise TimeoutError(f"step {step} was not saved within {limit_s:g} s; {self.output()[-2000:]}")
             time.sleep(0.05)
 
     def wait_for_save(self) -> None:
@@ -256,12 +259,6 @@ def kill_once(job: Job, trial: Trial, dice: random.Random, start_s: float) -> No
         trial.problems.append(f"step {newest} was saved and is lost")
 
 
-def shared_memory() -> set[str]:
-    """What engines and the weight transfer keep there."""
-    prefixes = ("psm_", "sem.mp-", "vllm_dist_", "verl_lite-")
-    return {path.name for path in Path("/dev/shm").glob("*") if path.name.startswith(prefixes)}
-
-
 def resume_step(job: Job, since: int) -> int | None:
     """From which step the run that was started last says that it goes on."""
     lines = [line for line in job.output()[since:].splitlines() if line.startswith("resumed from ")]
@@ -269,8 +266,8 @@ def resume_step(job: Job, since: int) -> int | None:
 
 
 def campaign(folder: Path, engine: str, plan: list[tuple[str, str]], dice: random.Random) -> list[Trial]:
-    steps = 4 * len(plan) + 4
-    segments = shared_memory()
+    steps = 8 * len(plan) + 4  # a kill comes within a few steps, and two more must follow it
+    segments = left_in_shared_memory()
     calm, job = (Job(folder / name, engine, steps) for name in ("undisturbed", "killed"))
     for one in (calm, job):
         one.folder.mkdir()
@@ -315,8 +312,8 @@ def campaign(folder: Path, engine: str, plan: list[tuple[str, str]], dice: rando
         if job.process.wait(LIMIT_S) != 0 or job.newest() != steps:
             trials[-1].problems.append(f"the last run did not finish: {job.output()[-1000:]}")
         check(printed)
-        if left := shared_memory() - segments:
-            trials[-1].problems.append(f"left in shared memory: {sorted(left)}")
+        if left := left_in_shared_memory() - segments:
+            trials[-1].problems.append(f"left in shared memory: {sorted(map(str, left))}")
         if ended:
             ended[-1].problems.append("nothing says from where it went on")
     finally:

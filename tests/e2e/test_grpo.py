@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from leftovers import left_in_shared_memory
 from tiny import addition_rows, tiny_model, write_parquet
 
 ROOT = Path(__file__).parents[2]
@@ -93,14 +94,9 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def shared_memory() -> set[Path]:
-    """Segments of multiprocessing, which vLLM uses, and the folders weights travel through."""
-    return {path for pattern in ("psm_*", "verl_lite-*") for path in Path("/dev/shm").glob(pattern)}
-
-
 @pytest.fixture(scope="module")
 def shared_memory_before() -> set[Path]:
-    return shared_memory()
+    return left_in_shared_memory()
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +143,7 @@ def test_a_run_from_another_folder_ends_with_0_and_leaves_nothing(
     assert grpo.code == 0, grpo.output
     assert len(grpo.steps) == 2
     assert processes_of(folder) == []
-    assert shared_memory() <= shared_memory_before
+    assert left_in_shared_memory() <= shared_memory_before
 
 
 def test_the_console_shows_the_plan_one_line_a_step_and_no_flood(grpo: Run) -> None:

@@ -6,7 +6,6 @@ where a file in the folder says so.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from leftovers import left_in_shared_memory
 from safetensors.torch import load_file
 from tiny import addition_rows, tiny_model, write_jsonl
 
 from verl_lite.distributed.placement import ResourcePool
-from verl_lite.distributed.watchdog import shared_memory_of
 from verl_lite.distributed.worker_group import WorkerError, WorkerGroup
 from verl_lite.plan import compose_plan
 from verl_lite.rewards.managers import RewardManager
@@ -156,7 +155,7 @@ def job(request: pytest.FixtureRequest, ray_cluster: None, tmp_path_factory: pyt
         "trainer.device=cpu",
         f"trainer.total_training_steps={STEPS}",
     ]
-    before = shared_memory()
+    before = left_in_shared_memory()
     config = compose_plan(overrides)[0].config
     data = load_data(config)
     pool = ResourcePool(num_nodes=1, slots_per_node=1, device="cpu", timeout_s=60)
@@ -166,12 +165,7 @@ def job(request: pytest.FixtureRequest, ray_cluster: None, tmp_path_factory: pyt
         yield Job(folder, overrides, data, pool, workers.rollout.group, workers, rewards)
     workers.close()
     pool.close()
-    assert shared_memory() - before - shared_memory_of([os.getpid()]) == set()
-
-
-def shared_memory() -> set[Path]:
-    """What engines keep there."""
-    return {path for name in ("psm_*", "sem.mp-*") for path in Path("/dev/shm").glob(name)}
+    assert left_in_shared_memory() <= before
 
 
 REWARD = """
