@@ -50,10 +50,18 @@ def test_a_resumed_sampler_goes_on_like_an_uninterrupted_one(steps_before: int):
     assert batches(resumed, 8) == batches(uninterrupted, 8)
 
 
-def test_a_place_in_other_data_is_refused():
+@pytest.mark.parametrize(
+    ("num_rows", "shuffle", "seed", "message"),
+    [
+        (12, True, 5, "num_rows was 10, is 12; use the same data.train_files"),
+        (10, False, 5, "shuffle was True, is False; use the same"),
+        (10, True, 6, "seed was 5, is 6; use the same"),
+    ],
+)
+def test_a_place_in_other_data_is_refused(num_rows: int, shuffle: bool, seed: int, message: str):
     state = Sampler(10, 3, True, 5).state_dict()
-    with pytest.raises(ValueError, match="num_rows was 10, is 12; use the same data.train_files"):
-        Sampler(12, 3, True, 5).load_state_dict(state)
+    with pytest.raises(ValueError, match=message):
+        Sampler(num_rows, 3, shuffle, seed).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
