@@ -139,6 +139,34 @@ def test_no_change_of_the_disk_is_a_moment_at_which_the_newest_is_lost(
     assert change > 12
 
 
+def test_nothing_gets_its_name_before_its_content_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RLinf/RLinf#1469 (B085): a machine that loses power keeps renames and loses what was not synced."""
+    done: list[tuple[str, str]] = []
+    rename, fsync = Path.rename, os.fsync
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append(("rename", Path(target).name))
+        return rename(self, target)
+
+    def synced(file: int) -> None:
+        done.append(("sync", str(Path(os.readlink(f"/proc/self/fd/{file}")).relative_to(tmp_path.resolve()))))
+        fsync(file)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(os, "fsync", synced)
+    write(Checkpoints(tmp_path, {"actor": None}), 2)
+    events = iter(done)
+    first = set(itertools.takewhile(lambda event: event != ("rename", "global_step_2"), events))
+    second = set(itertools.takewhile(lambda event: event != ("rename", TRACKER), events))
+    folder = ".writing_global_step_2"
+    parts = ("", "/trainer.json", "/actor", "/actor/model", "/actor/model/shard-1.safetensors")
+    assert first >= {("sync", f"{folder}{part}") for part in parts}
+    assert second >= {("sync", "."), ("sync", f".{TRACKER}")}
+    assert list(events) == [("sync", ".")]
+
+
 Action = tuple[str, int]
 
 
