@@ -397,3 +397,21 @@ def test_a_signal_while_a_finished_run_is_taken_down_takes_nothing_back(number: 
         signals.finished(saved=True)
         os.kill(os.getpid(), number)
         assert not signals.stop.is_set() and not signals.interrupting
+
+
+def test_a_step_saved_within_the_grace_is_not_given_up_while_the_run_is_taken_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ending Ray takes seconds, in which the grace may run out: the exit code must still say that all is saved."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    monkeypatch.setattr(main_ppo, "CLEANUP_S", 3600)  # a test that fails must not end the others
+    with main_ppo._Signals(0.2, saving=True) as signals:
+        signals.stop.in_steps = True
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.stop.is_set()
+        signals.finished(saved=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(0.4)
+        assert not signals.interrupting and signals.exit_code == main_ppo.SAVED
+    assert [signal.getsignal(number) for number in numbers] == before
