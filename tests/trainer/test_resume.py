@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from test_dead_keys import ADAPTIVE, BASE, KL, Workshop, open_workshop
+from test_dead_keys import ADAPTIVE, BASE, CHECKED, KL, PPO, Workshop, open_workshop
 
 SAVING = ["trainer.save_freq=1", "trainer.total_training_steps=4"]
 
@@ -82,12 +82,29 @@ def halves(runs: Runs, base: Sequence[str]) -> tuple[Any, Any]:
     return whole, (runs.metrics(), runs.tensors(4))
 
 
-UNSEEDED = [*BASE, "actor_rollout_ref.rollout.seed=null"]  # this engine draws from its process's random state
+RECIPES = {
+    "grpo": BASE,
+    "kl_loss": KL,
+    "ppo_adaptive_kl": ADAPTIVE,
+    "unseeded": [*BASE, "actor_rollout_ref.rollout.seed=null"],  # this engine draws from its process's random state
+    "critic_warmup": [*PPO, "trainer.critic_warmup=3"],  # the actor's first step is the last
+    "validated": [*CHECKED, "trainer.test_freq=2"],  # before step 1 and after 2 and 4, all of them kept
+}
 
 
-@pytest.mark.parametrize("base", [BASE, KL, ADAPTIVE, UNSEEDED], ids=["grpo", "kl_loss", "ppo_adaptive_kl", "unseeded"])
+@pytest.mark.parametrize("base", RECIPES.values(), ids=RECIPES)
 def test_two_steps_resumed_for_two_more_are_four(runs: Runs, base: list[str]) -> None:
     """verl-project/verl#5725 (B079): of 8 prompts 4 a step, an epoch ends exactly where the run is resumed."""
     (metrics, tensors), (resumed_metrics, resumed_tensors) = halves(runs, base)
     assert metrics == resumed_metrics
     assert tensors == resumed_tensors
+
+
+def test_skipped_updates_are_counted_on(runs: Runs) -> None:
+    """Else a run that is stopped again and again never reaches trainer.max_skipped_steps."""
+    warming = [*PPO, "trainer.critic_warmup=3", "trainer.save_freq=1"]
+    runs.run(*warming, "trainer.total_training_steps=1")
+    file = runs.folder / "global_step_1/trainer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"skipped_in_a_row": {"actor": 7, "critic": 0}}))
+    runs.run(*warming, "trainer.total_training_steps=2")
+    assert runs.tensors(2)["skipped_in_a_row"]["actor"] == 7  # no update of the actor was made that could end the row
