@@ -74,6 +74,17 @@ def test_what_cannot_be_exported_is_refused(
     assert "has no trainer.json" in capsys.readouterr().err
     assert main([str(checkpoint), str(tmp_path)]) == 2
     assert "is there already" in capsys.readouterr().err
+    state = (checkpoint / "trainer.json").read_text()
+    contents = {"contents": {"actor": ["hf_model", "optimizer"]}}
+    (checkpoint / "trainer.json").write_text(json.dumps(json.loads(state) | contents))
+    try:
+        assert main([str(checkpoint), str(tmp_path / "hf")]) == 2
+        ready = f"only hf_model, optimizer; {checkpoint}/actor/huggingface is an HF folder already"
+        assert ready in capsys.readouterr().err
+        assert main([str(checkpoint), str(tmp_path / "hf"), "--role", "critic"]) == 2
+        assert "of the critic: no such role" in capsys.readouterr().err
+    finally:
+        (checkpoint / "trainer.json").write_text(state)
     (checkpoint / "actor" / "model" / ".metadata").write_bytes(pickle.dumps({}))
     try:
         assert main([str(checkpoint), str(tmp_path / "hf")]) == 2
