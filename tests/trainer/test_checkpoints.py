@@ -126,6 +126,11 @@ def test_no_change_of_the_disk_is_a_moment_at_which_the_newest_is_lost(
         assert found is not None
         stamp = found.state["kl_controller"]["kl_coef"]
         assert stamp in ([3.0] if finished else [2.0, 3.0]), f"change {change}: {found}"
+        assert all((path / TRAINER).is_file() for path in directory.glob("global_step_*")), (
+            "half removed, or half there"
+        )
+        named = (directory / TRACKER).read_text()  # other tools read it too
+        assert any((directory / f"{prefix}global_step_{named}").is_dir() for prefix in ("", ".replaced_"))
         with INTERRUPTION.at(10, Killed()), pytest.raises(Killed):  # the next one does not come far either
             write(Checkpoints(directory, {"actor": 1, "critic": 2}, RUN), 8, 4.0)
         assert find(directory).state["kl_controller"] == {"kl_coef": stamp}  # type: ignore[union-attr]
@@ -244,6 +249,26 @@ def test_a_clock_that_was_set_back_does_not_make_the_newest_the_oldest(
         assert found is not None and (found.step, found.warning) == (step, None)
 
 
+def test_a_step_that_is_saved_again_is_the_newest(tmp_path: Path) -> None:
+    """trainer.resume_from_path named step 1 of 4: what is saved from then on must not be the first to be removed."""
+    for step in (1, 2, 3, 4):
+        write(Checkpoints(tmp_path, {"actor": None}), step)
+    write(Checkpoints(tmp_path, {"actor": 2}), 2)
+    assert steps(tmp_path) == {2, 4}
+
+
+def test_an_old_one_that_cannot_be_removed_does_not_undo_the_save(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On network storage a folder stays as long as somebody reads a file of it."""
+
+    def busy(path: Path) -> None:
+        raise OSError(39, "Directory not empty", str(path))
+
+    monkeypatch.setattr("verl_lite.trainer.checkpoints.shutil.rmtree", busy)
+    write(Checkpoints(saved, {"actor": 1}), 6)
+    found = find(saved)
+    assert found is not None and (found.step, found.warning) == (6, None)
+
+
 def test_folders_that_are_not_checkpoints_are_left_alone(tmp_path: Path) -> None:
     """Someone else's folders: of verl itself, of hand-made copies, hidden ones."""
     others = ["global_step_1", "global_step_5_best", ".backup_global_step_1", "old_global_step_3"]
@@ -302,6 +327,14 @@ def test_an_older_step_written_into_the_tracker_by_hand_is_meant(saved: Path) ->
     os.utime(saved / TRACKER, (9e9, 9e9))
     found = find(saved)
     assert found is not None and (found.step, found.warning) == (2, None)
+
+
+def test_a_whole_one_that_the_tracker_does_not_know_yet_is_found(saved: Path) -> None:
+    """The run was killed between giving the folder its name and telling the tracker."""
+    (saved / TRACKER).write_text("2")
+    os.utime(saved / TRACKER, (1, 1))
+    found = find(saved)
+    assert found is not None and found.step == 4
 
 
 def test_copying_the_folder_in_another_order_changes_nothing(saved: Path) -> None:
