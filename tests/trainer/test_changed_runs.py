@@ -85,6 +85,25 @@ def test_weights_alone_go_on_with_a_new_optimizer(runs: Runs) -> None:  # noqa: 
     assert state["contents"] == {"actor": ["model", "optimizer", "extra"]}
 
 
+def test_without_weights_to_read_nothing_goes_on_and_a_copy_for_others_is_not_needed(
+    runs: Runs,  # noqa: F811
+) -> None:
+    runs.run(*BASE, *THREE)
+    [problem] = refused(*BASE, *THREE, A + "checkpoint.load_contents=[optimizer,extra]")
+    assert "load_contents=['optimizer', 'extra'] has no model to go on from" in problem
+    assert refused(*BASE, *THREE, A + "checkpoint.save_contents=[model,optimizer,extra,hf_model]") == []
+
+
+def test_a_critic_goes_on_with_what_was_saved_of_it_or_not_at_all(runs: Runs) -> None:  # noqa: F811
+    """Else its optimizer would start anew without a word."""
+    runs.run(*PPO, *THREE, "critic.checkpoint.save_contents=[model]")
+    [problem] = refused(*PPO, *THREE)
+    assert problem == (
+        "critic.checkpoint.load_contents has extra, optimizer, but "
+        f"{runs.folder / 'global_step_3'} holds model only; set it to [model]"
+    )
+
+
 def test_a_path_that_is_near_a_checkpoint_is_answered_with_it(runs: Runs) -> None:  # noqa: F811
     runs.run(*BASE, *THREE)
     path = "trainer.resume_from_path="
