@@ -48,3 +48,21 @@ def test_a_data_set_class_of_ones_own_may_read_anything(tmp_path: Path) -> None:
             actor_rollout_ref__model__path="owner/model",
         )
     )
+
+
+def test_a_folder_that_may_not_be_written_to_is_said_before_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs the tests may write everywhere, so the system's answer is replaced."""
+    (tmp_path / "train.jsonl").write_text(ROW)
+    settings = {
+        "data__train_files": [str(tmp_path / "train.jsonl")],
+        "actor_rollout_ref__model__path": "owner/model",
+        "trainer__default_local_dir": str(tmp_path / "absent/checkpoints"),
+    }
+    monkeypatch.setattr("verl_lite.inputs.os.access", lambda path, mode: Path(path) != tmp_path)
+    [problem] = input_problems(config(**settings, trainer__save_freq=1))
+    assert problem == (
+        f"trainer.default_local_dir={tmp_path}/absent/checkpoints: {tmp_path} cannot be written to; name another folder"
+    )
+    assert input_problems(config(**settings)) == []  # nothing is saved
