@@ -359,6 +359,28 @@ def test_passk_gives_nothing_to_rows_that_tie_for_the_best() -> None:
     assert not estimate("grpo_passk", scored([1, 1, 0], ["a"] * 3)).advantages.any()
 
 
+def test_passk_of_two_is_the_gap_between_them() -> None:
+    advantages = estimate("grpo_passk", scored([0.75, 0.5], ["a"] * 2), norm_adv_by_std_in_grpo=False).advantages
+    assert advantages[:, 0].tolist() == [0.25, 0.0]
+
+
+# Rows are worked on in blocks of 512 and 1024: a batch of thousands must be that of its parts.
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS.keys() - {"reinforce_plus_plus_baseline"}))
+def test_copies_of_a_batch_have_its_returns_whatever_their_number(name: str) -> None:
+    once, copies = ragged_inputs(), 200  # 2800 rows
+    tiled = AdvantageInputs(
+        once.token_level_rewards.repeat(copies, 1),
+        once.response_mask.repeat(copies, 1),
+        torch.cat([once.group_ids + 5 * copy for copy in range(copies)]),
+        once.values.repeat(copies, 1),
+        once.baseline_scores.repeat(copies),
+    )
+    result, expected = estimate(name, tiled), estimate(name, once)
+    torch.testing.assert_close(result.returns, expected.returns.repeat(copies, 1), rtol=0, atol=1e-9)
+    if name not in ("gae", "reinforce_plus_plus"):  # whitened over the batch, whose n - 1 differs
+        torch.testing.assert_close(result.advantages, expected.advantages.repeat(copies, 1), rtol=0, atol=1e-9)
+
+
 def test_fully_masked_row_does_not_move_its_group() -> None:
     inputs = scored([1.0, 0.0, 50.0], ["a"] * 3)
     inputs.response_mask[2] = 0

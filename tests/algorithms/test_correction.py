@@ -68,6 +68,33 @@ def test_without_correction_it_only_measures() -> None:
     assert result.metrics["rollout_corr/rollout_ppl"] == pytest.approx(math.e)  # every log-prob is -1
 
 
+def test_spread_and_tails_of_the_ratios_by_hand() -> None:
+    metrics = corrected([[2 * LOG2, 0.0, -2 * LOG2, 0.0]], rollout_rs="token").metrics
+    for prefix in ("rollout_corr/rollout_is", "rollout_corr/rollout_rs"):
+        # ratios 4, 1, 1/4, 1: mean 1.5625; (2.4375^2 + 2 * 0.5625^2 + 1.3125^2) / 3 = 2.765625
+        assert metrics[f"{prefix}_std"] == pytest.approx(math.sqrt(2.765625))
+        assert metrics[f"{prefix}_ratio_fraction_high"] == metrics[f"{prefix}_ratio_fraction_low"] == 0.25
+    # rejection bounds both sides: 2, 1, 1/2, 1; truncation the upper only: 2, 1, 1/4, 1
+    assert metrics["rollout_corr/rollout_rs_eff_sample_size"] == pytest.approx((4.5 / 4) ** 2 / (6.25 / 4))
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx((4.25 / 4) ** 2 / (6.0625 / 4))
+    # all log-probs of the engine are -1, the trainer's mean too
+    assert metrics["rollout_corr/training_ppl"] == pytest.approx(math.e)
+
+
+def test_kl_is_of_the_engine_against_the_trainer() -> None:
+    metrics = corrected([[-LOG2, -LOG2]]).metrics  # the trainer gives every sampled token half of the engine's
+    assert metrics["rollout_corr/kl"] == pytest.approx(LOG2)
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(0.5 - 1 + LOG2)
+    assert metrics["rollout_corr/training_ppl"] == pytest.approx(2 * math.e)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_log_prob_far_off_stays_finite(level: str) -> None:
+    result = corrected([[600.0, 0.0], [-600.0, 0.0]], rollout_is=level, rollout_rs="geometric")
+    assert result.weights.isfinite().all() and result.weights.max() == 2
+    assert all(math.isfinite(value) for value in result.metrics.values())
+
+
 def slow_weights(old: Tensor, rollout: Tensor, level: str) -> Tensor:
     weights = torch.zeros_like(old)
     for row, places in enumerate(ragged.trained()):

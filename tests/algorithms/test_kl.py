@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import ragged
@@ -38,6 +39,22 @@ def test_gradients_against_closed_forms(name: str) -> None:
     kl_penalty(name)(log_probs, POINTS[1]).sum().backward()
     expected = [1, -1, -30] if name.endswith("+") else GRADIENTS[OTHER_NAMES[name]]
     assert log_probs.grad[0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_ragged_batch_against_a_loop(name: str) -> None:
+    log_probs, ref = ragged.randn(0), ragged.randn(1, 3.0)
+    formula = {
+        "k1": lambda d: d,
+        "abs": abs,
+        "k2": lambda d: d * d / 2,
+        "k3": lambda d: min(math.exp(-d) - 1 + d, 10),
+    }[OTHER_NAMES[name.removesuffix("+")]]
+    expected = torch.zeros_like(log_probs)
+    for row, places in enumerate(ragged.trained()):
+        for place in places:
+            expected[row, place] = formula(float(log_probs[row, place]) - float(ref[row, place]))
+    torch.testing.assert_close(kl_penalty(name)(log_probs, ref, ragged.mask()), expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [n for n in KL_ESTIMATORS if not n.endswith("+")])

@@ -28,6 +28,7 @@ def test_warmup_rises_evenly_to_the_full_rate() -> None:
 def test_warmup_ratio_counts_training_steps_and_yields_to_steps() -> None:
     assert rates(8, warmup_ratio=0.25) == [0.5, 1, 1, 1, 1, 1, 1, 1]
     assert rates(8, warmup_ratio=0.25, warmup_steps=0) == [1] * 8
+    assert rates(7, warmup_ratio=0.4) == [0.5, 1, 1, 1, 1, 1, 1]  # floor(2.8) steps
 
 
 # verl-project/verl#399, NovaSky-AI/SkyRL#1483, areal-project/AReaL#1289: one step of the schedule per training step

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import ragged
@@ -307,6 +310,35 @@ def test_geo_mean_by_hand() -> None:
     assert outputs.metrics["pg_clipfrac"].tolist() == [[1, 0]]
 
 
+# Ratios 4, 1/4, 1 with A = 1, -1, 1: the first is held at 1.28, the second at 0.8.
+@pytest.mark.parametrize(
+    ("name", "clipped", "lower"),
+    [
+        ("vanilla", [1, 1, 0], [0, 0, 0]),
+        ("clip_cov", [1, 1, 1], [0, 0, 0]),  # the third was selected
+        ("kl_cov", [0, 0, 0], [0, 0, 0]),
+        ("gpg", [0, 0, 0], [0, 0, 0]),
+        ("sapo", [0, 0, 0], [0, 0, 0]),
+        ("cispo", [1, 1, 0], [0, 1, 0]),
+        ("geo_mean", [1, 0, 0], [0, 1, 0]),  # log ratios 1.39 and -1.39 are held at 0.28 and -0.2
+    ],
+)
+def test_clip_fractions_by_hand(name: str, clipped: list[int], lower: list[int]) -> None:
+    inputs = replace(one_row([4, 0.25, 1], [1, -1, 1]), selected=torch.tensor([[0, 0, 1]]))
+    metrics = apply(name, inputs).metrics
+    assert metrics["pg_clipfrac"].tolist() == [clipped]
+    assert metrics["pg_clipfrac_lower"].tolist() == [lower]
+
+
+def test_gspo_clips_all_tokens_of_a_row_by_its_one_ratio() -> None:
+    # s = sqrt(4 * 1) = 2 is held at 1.28 where A > 0 only.
+    assert apply("gspo", one_row([4, 1], [1, -1])).metrics["pg_clipfrac"].tolist() == [[1, 0]]
+
+
+def test_dual_clip_leaves_positive_advantages_alone() -> None:
+    assert apply("vanilla", one_row([0.1], [1])).losses.tolist() == [[pytest.approx(-0.1)]]
+
+
 def test_rollout_weights_multiply_the_loss() -> None:
     inputs = replace(one_row([1, 1], [1, 1]), rollout_weights=torch.tensor([[0.5, 2.0]]))
     assert apply("vanilla", inputs).losses.tolist() == [[-0.5, -2.0]]
@@ -332,6 +364,44 @@ def test_clip_cov_draws_the_asked_number_among_the_candidates() -> None:
     assert places(selected) < candidates
     everything = losses.select_clip_cov(inputs, row_keys=KEYS, clip_cov_ratio=1.0, **options)
     assert places(everything) == candidates
+
+
+@pytest.mark.parametrize("select", [losses.select_clip_cov, losses.select_kl_cov])
+def test_a_mini_batch_of_few_tokens_has_one_selected(select: Callable[..., Tensor]) -> None:
+    """0.0002 of less than 5,000 tokens is less than one: the loss would be another's without a word."""
+    options = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0}
+    selected = select(ragged_inputs(), row_keys=KEYS, **pick_options(select, options))  # the default ratio
+    assert int(selected.sum()) == 1
+
+
+# Log-probs -3, -1, -1, -1 (mean -1.5) and advantages a, 0, 0, 0: cov of the first -1.5 (a - a / 4), of the others
+# 0.5 (0 - a / 4). With a = -8: 9 and 1; a = -4: 4.5 and 0.5.
+@pytest.mark.parametrize(("advantage", "expected"), [(-8.0, {(0, 1), (0, 2), (0, 3)}), (-4.0, {(0, 0)})])
+def test_clip_cov_takes_covariances_between_its_bounds_only(advantage: float, expected: set[tuple[int, int]]) -> None:
+    log_probs = torch.tensor([[-3.0, -1, -1, -1]])
+    inputs = PolicyLossInputs(log_probs, log_probs, torch.tensor([[advantage, 0, 0, 0]]), torch.ones(1, 4))
+    selected = losses.select_clip_cov(
+        inputs, row_keys=KEYS[:1], clip_ratio_low=0.2, clip_ratio_high=0.2,
+        clip_cov_ratio=1.0, clip_cov_lb=0.9, clip_cov_ub=5.0,
+    )  # fmt: skip
+    assert places(selected) == expected
+
+
+def test_defaults_of_options_are_those_of_the_docs() -> None:
+    defaults = {
+        option: parameter.default
+        for name in NAMES
+        for loss in [resolve(name, POLICY_LOSSES, key="loss_mode")]
+        for option, parameter in option_names(loss, *([selector(loss)] if selector(loss) else [])).items()
+        if not option.startswith("clip_ratio") and option != "row_keys"
+    }
+    assert defaults == {
+        "clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.0002, "ppo_kl_coef": 1.0,
+        "tau_pos": 1.0, "tau_neg": 1.05,
+    }  # fmt: skip
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    said = dict(re.findall(r"`(\w+)` \(([\d.]+)\)", text))
+    assert {option: float(said[option]) for option in defaults} == defaults
 
 
 def test_clip_cov_draws_other_tokens_with_another_seed() -> None:

@@ -57,5 +57,7 @@ def test_gradcheck_and_only_values_get_a_gradient() -> None:
         ),
         values,
     )
-    clipped(ValueLossInputs(values, old, ret, ragged.mask()), cliprange_value=0.5).losses.sum().backward()
+    outputs = clipped(ValueLossInputs(values, old, ret, ragged.mask()), cliprange_value=0.5)
+    outputs.losses.sum().backward()
     assert values.grad.any() and old.grad is None and ret.grad is None
+    assert not any(metric.requires_grad for metric in outputs.metrics.values())
