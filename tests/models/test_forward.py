@@ -140,6 +140,20 @@ def test_the_whole_logits_are_never_kept(tiny_model_path: str, monkeypatch: pyte
     assert not [shape for shape in kept if len(shape) > 1 and shape[-1] == VOCABULARY]
 
 
+def test_no_more_logits_than_a_chunk_may_hold_exist_at_a_time(
+    tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "LOGITS_PER_CHUNK", 8 * VOCABULARY - 1)
+    lm = load_causal_lm(ModelConfig(path=tiny_model_path, use_remove_padding=False), torch.float32)
+    model, chunks = PolicyModel(lm, temperature=1.0), []
+    head = model._head
+    monkeypatch.setattr(model, "_head", lambda hidden, *rest: (chunks.append(len(hidden)), head(hidden, *rest))[1])
+    with torch.no_grad():
+        model(prepare_inputs(*ragged_rows(), packed=False), with_entropy=False)
+    # Rows of 5, 1, 3 (one of 4 masked), 2, 0 and 5 tokens: 16 in chunks of at most 7.
+    assert chunks == [7, 7, 2]
+
+
 def test_entropy_is_that_of_the_tempered_distribution() -> None:
     # softmax([2, 0] / 2) = [0.731059, 0.268941]: -sum p log p = 0.582203; at temperature 1 it would be 0.365334.
     for temperature, expected in ((2.0, 0.582203), (1.0, 0.365334)):
