@@ -113,6 +113,21 @@ def test_packing_keeps_sliding_windows_and_grouped_heads(tmp_path: Path) -> None
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=0)
 
 
+def test_packing_keeps_an_architectures_own_scale_of_attention(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "granite", vocab_size=80, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, initializer_range=0.5, attention_multiplier=1.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    results = []
+    for packed in (False, True):
+        lm = load_causal_lm(ModelConfig(path=str(tmp_path), use_remove_padding=packed), torch.float32)
+        inputs = prepare_inputs(*ragged_rows(), packed=packed)
+        results.append(PolicyModel(lm, temperature=1.0)(inputs, with_entropy=False)[0])
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=0)
+
+
 def test_chunks_change_neither_values_nor_gradients(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     input_ids, attention_mask, response_mask = ragged_rows()
     inputs = prepare_inputs(input_ids, attention_mask, response_mask, packed=False)
