@@ -315,3 +315,24 @@ def test_the_engines_sleep_from_the_last_response_to_the_new_weights(start: Star
     run.train()
     assert order[:3] == ["generate"] * 3
     assert order[3:7] == ["sleep", "compute_log_probs", "update", "send_weights"]
+
+
+def test_a_row_whose_last_token_is_rejected_keeps_its_reward_and_trains_its_other_tokens(start: Start) -> None:
+    run = start(
+        {0: ["1", "0"]}, "algorithm.norm_adv_by_std_in_grpo=False", "algorithm.rollout_correction.rollout_rs=token",
+        "algorithm.rollout_correction.rollout_is=token",
+    )  # fmt: skip
+
+    def compute_log_probs(shard: DataProto, schedule: Any) -> DataProto:
+        log_probs = run.compute_log_probs(shard, schedule)
+        log_probs.batch["old_log_probs"][0, 1] = 0.0  # e times the engine's probability, more than twice
+        return log_probs
+
+    run.trainer.workers.actor.answers["compute_log_probs"] = compute_log_probs  # type: ignore[attr-defined]
+    metrics = run.train()
+    trained = run.trained[0].batch
+    # The digit and the end token, on which the reward stands; mean score 0.5.
+    rows = sorted(zip(trained["response_mask"].tolist(), trained["advantages"].tolist(), strict=True))
+    assert rows == [([1, 0], [0.5, 0.5]), ([1, 1], [-0.5, -0.5])]
+    assert trained["rollout_weights"].max() == 2  # cut from e
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.25
