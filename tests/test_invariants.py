@@ -93,7 +93,7 @@ def plain_gradient(path: str, batch: DataProto, mode: str) -> Tensor:
     mask, advantages = batch.batch["response_mask"], batch.batch["advantages"]
     log_probs, entropies = plain_log_probs_and_entropies(model, batch)
     ratio = (log_probs - batch.batch["old_log_probs"]).exp()
-    surrogate = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    surrogate = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.35))
     surrogate = torch.where(advantages < 0, torch.minimum(surrogate, -3.0 * advantages), surrogate)
     difference = batch.batch["ref_log_probs"] - log_probs
     k3 = difference.exp() - 1 - difference
@@ -120,6 +120,7 @@ def actor_gradients(
 ) -> list[Tensor]:
     """The gradient of `batch` as one mini-batch, for each (cut, actor keys)."""
     keys = {"use_kl_loss": True, "kl_loss_coef": KL_COEF, "entropy_coeff": ENTROPY_COEFF, "loss_scale_factor": SCALE}
+    keys |= {"clip_ratio_high": 0.35}  # another than the lower bound
     found = []
     for limit, changes in variants:
         worker = make_actor(context, path, **(keys | changes))

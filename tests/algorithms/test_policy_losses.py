@@ -234,6 +234,14 @@ def test_huge_log_ratios_stay_finite(name: str) -> None:
     assert inputs.log_probs.grad.isfinite().all()
 
 
+def test_log_ratios_are_cut_at_20() -> None:
+    log_probs = torch.tensor([[15.0, 25.0]], dtype=torch.float64)
+    inputs = PolicyLossInputs(
+        log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2), selected=torch.zeros(1, 2)
+    )
+    assert apply("kl_cov", inputs).losses[0].tolist() == pytest.approx([-math.exp(15), -math.exp(20)])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_loss_reports_the_same_metrics(name: str) -> None:
     outputs = apply(name, ragged_inputs())
