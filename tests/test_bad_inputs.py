@@ -461,6 +461,22 @@ def test_no_room_for_the_weights_is_refused_while_ray_starts(bench: Bench) -> No
     assert not bench.reached_workers
 
 
+@pytest.mark.parametrize("run_dir", ["run", "../other/new/run"])
+def test_a_refusal_leaves_the_folders_that_were_there_and_no_other(bench: Bench, run_dir: str) -> None:
+    """Started in an empty folder: nothing but the run folder would have kept it."""
+    start = bench.folder / "empty" / "start"
+    (bench.folder / "empty" / "other").mkdir(parents=True)
+    start.mkdir()
+    bench.patch.chdir(start)
+    elsewhere = (TRAIN + f"{bench.folder}/train.jsonl", M + f"path={bench.folder}/model", f"trainer.run_dir={run_dir}")
+    code, message = bench.run(case("prompts too long", *elsewhere, "data.max_prompt_length=3", words=[]))
+    assert code == main_ppo.REFUSED and "data.max_prompt_length=3" in message
+
+
+def test_a_run_folder_that_is_made_in_part_is_removed_again(bench: Bench) -> None:
+    assert bench.run(case("a name too long", f"trainer.run_dir=new/{'x' * 300}", words=[]))[0] == main_ppo.REFUSED
+
+
 @pytest.mark.parametrize("home", ["train.jsonl", "/proc/home"])
 def test_a_home_that_cannot_be_written_to_is_refused_by_the_preparation(bench: Bench, home: str) -> None:
     bench.patch.setenv("VERL_LITE_HOME", home)

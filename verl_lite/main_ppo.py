@@ -83,10 +83,12 @@ def _run(config: Config, plan: BatchPlan) -> int:
         return REFUSED
     run_dir = Path(config.trainer.run_dir)
     log_dir, is_new = run_dir / "logs", not run_dir.exists()
+    missing = [folder for folder in run_dir.parents if not folder.exists()]
     try:
         lock = _claim(run_dir)
         log_dir.mkdir(mode=0o700, exist_ok=True)  # workers and libraries may print anything
     except OSError as error:
+        _remove(missing)
         print(f"refused: trainer.run_dir={run_dir} cannot be used: {error}", file=sys.stderr)
         return REFUSED
     signals = _Signals(config.trainer.preempt_grace_s, saving=config.trainer.save_freq > 0)
@@ -144,7 +146,8 @@ def _run(config: Config, plan: BatchPlan) -> int:
                 cluster.close()
             watchdog.finish()
         if code == REFUSED and is_new:
-            _remove(run_dir)
+            shutil.rmtree(run_dir, ignore_errors=True)
+            _remove(missing)
         return code
 
 
@@ -173,11 +176,10 @@ def _claim(run_dir: Path) -> TextIO:
     return lock
 
 
-def _remove(run_dir: Path) -> None:
-    """Remove the folder of a run that was refused, and the folders above that hold nothing else."""
-    shutil.rmtree(run_dir, ignore_errors=True)
+def _remove(folders: Sequence[Path]) -> None:
+    """Remove what was made for a run that was refused, unless it holds something else by now. Deepest first."""
     with contextlib.suppress(OSError):
-        for folder in run_dir.parents:
+        for folder in folders:
             folder.rmdir()
 
 
