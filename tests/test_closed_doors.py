@@ -7,12 +7,12 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from verl_lite import main_ppo
+from verl_lite import main_ppo, plan
 from verl_lite.config import Config, EngineKwargs, redacted, secrets_of, unflatten, without_secrets
 from verl_lite.rollout.engine import EngineSettings
 from verl_lite.rollout.vllm_engine import _environment
@@ -126,3 +126,27 @@ def test_vllm_takes_no_pickles_whatever_the_environment_says() -> None:
         start_timeout_s=1, engine_kwargs=EngineKwargs().vllm,
     )  # fmt: skip
     assert _environment(settings)["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
+
+
+@pytest.mark.parametrize("main", [main_ppo.main, plan.main])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.total_epochs=${oc.env:MY_TOKEN}"],
+        ["trainer.default_local_dir=s3://me:sk-sesame@host/\x1b[2J", "trainer.logger=[nonsuch]"],
+        ["ray_kwargs.ray_init.address=http://me:sk-sesame@host:1", "trainer.total_epochs=0"],
+        ["reward.custom_reward_function.reward_kwargs.api_key=sk-sesame", "reward.on_error=sk-sesame"],
+        ["reward.custom_reward_function.reward_kwargs.api_key=sk-sesame==", "trainer.project_name='\x1b[2J'"],
+        ["trainer.resume_from_path='\x1b[2J'", "data.seed=x\x1b[2J"],
+    ],
+)
+def test_a_refusal_shows_neither_secrets_nor_control_characters(
+    main: Callable[[list[str]], int],
+    overrides: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "sk-sesame")
+    assert main(overrides) == main_ppo.REFUSED
+    text = capsys.readouterr().err
+    assert text.startswith("refused: ") and "sk-sesame" not in text and "\x1b" not in text

@@ -30,6 +30,7 @@ from verl_lite import algorithms, rewards, rollout
 from verl_lite.config import (
     HUB_KEYS,
     PLUGIN_KEYS,
+    SECRET_NAME,
     Config,
     Leaf,
     flatten,
@@ -39,12 +40,15 @@ from verl_lite.config import (
     near_names,
     notices,
     resolve,
+    secrets_of,
     show,
     unflatten,
     validate,
+    without_secrets,
 )
 from verl_lite.legacy_keys import ALIASES, GLOBAL_SIZES, IGNORED, RENAMED, UNSUPPORTED, UNSUPPORTED_VALUES, is_off
 from verl_lite.plugins import absolute_spec
+from verl_lite.tracking import printable
 
 LOSS = "actor_rollout_ref.actor.policy_loss."
 TABLES: dict[str, Mapping[str, str]] = {
@@ -144,6 +148,11 @@ def print_usage(module: str = "verl_lite.main_ppo", more: str = "") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes when it ends
 
 
+def tell(text: str, config: Config | None) -> None:
+    """Print to standard error without control characters or secrets, those of `config` as far as it is known."""
+    print(printable(without_secrets(text, secrets_of(config or Config()))), file=sys.stderr)
+
+
 def _split_arguments(argv: Sequence[str]) -> tuple[str, list[Path], list[str], list[str]]:
     """(recipe, the user's recipe folders, overrides, problems)."""
     flags = {"--config-name": "name", "-cn": "name", "--config-dir": "dir", "-cd": "dir"}
@@ -236,7 +245,8 @@ class _Given:
                 self.problems.append(f"{text}: write key=value")
             else:
                 reason = str(error).splitlines()[0]
-                self.problems.append(f"{text}: cannot be read ({reason}); quote the value: '{key}=\"…\"'")
+                shown = f"{key}=***" if SECRET_NAME.search(name.rpartition(".")[2]) else text
+                self.problems.append(f"{shown}: cannot be read ({reason}); quote the value: '{key}=\"…\"'")
             return
         if override.package is not None:
             self.problems.append(f"{text}: packages (@) are not supported; write the full key")

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import NoReturn, TextIO, cast
 
 from verl_lite.batching import BatchPlan
-from verl_lite.cli import ConfigError
+from verl_lite.cli import ConfigError, tell
 from verl_lite.config import Config, flatten, redacted, secrets_of, without_secrets
 from verl_lite.inputs import input_problems
 from verl_lite.plan import compose_plan
@@ -54,12 +54,12 @@ def main(argv: Sequence[str]) -> int:
         composed, plan = compose_plan(argv)
         config = composed.config
         if problems := input_problems(config) or resume_problems(config):
-            raise ConfigError(problems)
+            raise ConfigError(problems, config)
     except ConfigError as error:
-        print(f"refused: {printable(str(error))}", file=sys.stderr)
+        tell(f"refused: {error}", error.config)
         return REFUSED
     for warning in composed.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        tell(f"warning: {warning}", config)
     print(plan.table(), flush=True)
     return _run(config, plan)
 
@@ -77,9 +77,9 @@ def _run(config: Config, plan: BatchPlan) -> int:
         if "working_dir_files" in folder.parts and (name == "trainer.run_dir" or config.trainer.save_freq > 0):
             warnings.append(f"{name}={folder} is in Ray's copy of the working folder, which goes with the job")
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        tell(f"warning: {warning}", config)
     if errors:
-        print(f"refused: {'; '.join(errors)}", file=sys.stderr)
+        tell(f"refused: {'; '.join(errors)}", config)
         return REFUSED
     run_dir = Path(config.trainer.run_dir)
     log_dir, is_new = run_dir / "logs", not run_dir.exists()
@@ -89,7 +89,7 @@ def _run(config: Config, plan: BatchPlan) -> int:
         log_dir.mkdir(mode=0o700, exist_ok=True)  # workers and libraries may print anything
     except OSError as error:
         _remove(missing)
-        print(f"refused: trainer.run_dir={run_dir} cannot be used: {error}", file=sys.stderr)
+        tell(f"refused: trainer.run_dir={run_dir} cannot be used: {error}", config)
         return REFUSED
     signals = _Signals(config.trainer.preempt_grace_s, saving=config.trainer.save_freq > 0)
     with lock, signals, (log_dir / "driver.log").open("a") as log:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from verl_lite import algorithms
 from verl_lite.batching import BatchPlan, PlanError, batch_problems
-from verl_lite.cli import Composed, ConfigError, compose, print_usage
+from verl_lite.cli import Composed, ConfigError, compose, print_usage, tell
 
 if TYPE_CHECKING:
     from verl_lite.config import Config
@@ -69,10 +69,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         composed, plan = compose_plan([argument for argument in argv if argument != "--json"])
     except ConfigError as error:
-        print(f"refused: {error}", file=sys.stderr)
+        tell(f"refused: {error}", error.config)
         return 2
     for warning in composed.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        tell(f"warning: {warning}", composed.config)
     print(json.dumps(plan.to_json(), indent=2, ensure_ascii=False) if "--json" in argv else plan.table())
     return 0
 
