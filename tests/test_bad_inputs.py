@@ -11,7 +11,9 @@ What one key alone can hold wrong is in `test_config`, sizes that do not fit in 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sys
 import types
@@ -185,6 +187,12 @@ EARLY = [
     case("an override without a value", "trainer.total_epochs", words=["trainer.total_epochs: write key=value"]),
     # recipes
     case("recipe not there", "--config-name=ppo_traner", words=["--config-name ppo_traner", "ppo_trainer"]),
+    case("recipe of a name too long", f"--config-name={'x' * 300}", words=["--config-name xxx", "no such recipe"]),
+    case("recipe of nobody's home", "--config-name=~nonsuch/mine.yaml", words=["--config-name mine", "no such recipe"]),
+    case("recipe folder of a name too long", f"--config-dir={'x' * 300}", words=["--config-dir", "no such folder"]),
+    case("recipe folder in nobody's home", "--config-dir=~nonsuch", words=["--config-dir", "no such folder"]),
+    case("recipe on itself", "--config-name=mine.yaml", spoil=text("mine.yaml", "defaults: [mine]\n"),
+         words=["mine.yaml", "recursion"]),
     case("recipe not YAML", "--config-name=mine.yaml", spoil=text("mine.yaml", "data:\n  seed: [\n"),
          words=["mine.yaml", "line 3"]),
     case("recipe is a list", "--config-name=mine.yaml", spoil=text("mine.yaml", "- a\n"),
@@ -228,6 +236,17 @@ EARLY = [
          words=["data.val_files", "b.parquet has no column 'prompt'", "its columns: q"]),
     case("terminal commands in the data", TRAIN + "a.jsonl", spoil=text("a.jsonl", '{"\\u001b[2Jprompt": 1}'),
          words=["a.jsonl has no column 'prompt'", "its columns: \\x1b[2Jprompt"]),
+    *(case(f"{key} of a name too long", f"{key}={'x' * 300}.py{':f' * ('loss' in key)}", *more,
+           words=[f"{key}=", "File name too long", "another path"])
+      for key, *more in (
+        ["data.train_files"], ["data.val_files"], [M + "path", M + f"path=./{'x' * 300}"], [MY_REWARD[:-10]],
+        [A + "policy_loss.loss_mode"], ["trainer.run_dir"], ["trainer.rollout_data_dir"],
+        ["trainer.default_local_dir", "trainer.save_freq=1"],
+        ["trainer.resume_from_path", "trainer.resume_mode=resume_path"],
+      )),
+    case("run folder with a zero byte", "trainer.run_dir='a\0b'", words=["trainer.run_dir=", "\\x00", "null byte"]),
+    case("train file behind a loop of links", TRAIN + "loop/a.jsonl", words=["loop/a.jsonl", "symbolic links"],
+         spoil=lambda folder: (folder / "loop").symlink_to("loop")),
     # models and tokenizers
     case("model folder missing", M + "path=./modle", words=[M + "path", "modle", "there: model"]),
     case("model not set", M + "path=null", words=[M + "path is not set"]),
@@ -451,6 +470,22 @@ def test_it_is_refused_while_ray_starts(case: Case, bench: Bench) -> None:
     code, message = bench.run(case)
     check(code, message, case)
     assert not bench.reached_workers
+
+
+def test_a_folder_closed_to_this_user_is_named(bench: Bench) -> None:
+    """Who runs as root may read everything: the system's answer is made up."""
+    stat = os.stat
+
+    def closed(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith("/closed/train.jsonl"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *args, **options)
+
+    bench.patch.setattr(os, "stat", closed)
+    words = ["data.train_files=", "closed/train.jsonl: Permission denied"]
+    refused = case("a folder closed to this user", TRAIN + "closed/train.jsonl", words=words)
+    check(*bench.run(refused), refused)
+    assert not bench.ray_started
 
 
 def test_no_room_for_the_weights_is_refused_while_ray_starts(bench: Bench) -> None:

@@ -171,25 +171,25 @@ def _split_arguments(argv: Sequence[str]) -> tuple[str, list[Path], list[str], l
             elif flags[flag] == "name":
                 name = value
             else:
-                folders.append(Path(value).expanduser().absolute())
+                folders.append(Path(os.path.abspath(os.path.expanduser(value))))
         elif argument.startswith("-"):
             problems.append(f"{argument}: no such option; settings are written key=value, see --help")
         else:
             overrides.append(argument)
-    problems += [f"--config-dir {folder}: no such folder" for folder in folders if not folder.is_dir()]
-    return name, [folder for folder in folders if folder.is_dir()], overrides, problems
+    problems += [f"--config-dir {folder}: no such folder" for folder in folders if not os.path.isdir(folder)]
+    return name, [folder for folder in folders if os.path.isdir(folder)], overrides, problems
 
 
 def _load_recipe(name: str, folders: Sequence[Path], problems: list[str]) -> dict[str, Any] | None:
     """The recipe with its defaults list followed, interpolations kept; None when it cannot be read."""
     if name.endswith((".yaml", ".yml")):
-        file = Path(name).expanduser().absolute()
-        if file.is_file():
+        file = Path(os.path.abspath(os.path.expanduser(name)))
+        if os.path.isfile(file):
             name, folders = file.stem, [file.parent, *folders]
         else:
             name = file.stem
     places = [*folders, recipe_folder()]
-    home = next((place for place in places if (place / f"{name}.yaml").is_file()), None)
+    home = next((place for place in places if os.path.isfile(place / f"{name}.yaml")), None)
     names = sorted({path.stem for place in places for path in place.glob("*.yaml")})
     if home is None:
         near = near_names(name, names) or names
@@ -207,7 +207,7 @@ def _load_recipe(name: str, folders: Sequence[Path], problems: list[str]) -> dic
         entry = (error.missing_cfg_file or str(error).splitlines()[0]).removesuffix(".yaml")
         there = ", ".join(near_names(entry, names) or names)
         reason = f"its defaults list has {entry}, which is no recipe; there are: {there}"
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error)
     problems.append(f"--config-name {name}: {file} cannot be read: {reason}")
     return None
@@ -462,7 +462,7 @@ def _convert_scalar(kind: type, value: Any, text: str | None) -> Any:
 def prepared_folder() -> str:
     """Folder of prepared models and data: VERL_LITE_HOME, or verl_lite in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return str(Path(os.environ.get("VERL_LITE_HOME") or f"{cache}/verl_lite").expanduser().absolute())
+    return os.path.abspath(os.path.expanduser(os.environ.get("VERL_LITE_HOME") or f"{cache}/verl_lite"))
 
 
 def _absolute(key: str, leaf: Leaf, value: Any) -> Any:

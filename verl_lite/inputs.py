@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_lite.cli import prepared_folder
-from verl_lite.config import PLUGIN_KEYS, Config, flatten, gpus_here, looks_like_path, near_names
+from verl_lite.config import PLUGIN_KEYS, Config, flatten, gpus_here, leaf_keys, looks_like_path, near_names
 from verl_lite.data.files import read_prompt, read_rows
 from verl_lite.models.folder import weight_shapes
 from verl_lite.tracking import check_loggers
@@ -30,6 +30,8 @@ TOKENIZER_FILES = (
 
 def input_problems(config: Config) -> list[str]:
     """Every file, folder, package or machine the run needs and will not get; the plan of the sizes needs none."""
+    if problems := list(_path_problems(config)):
+        return problems  # the other checks ask the system about the same paths
     problems = [*_data_problems(config), *_model_problems(config), *_code_problems(config), *_folder_problems(config)]
     problems += _machine_problems(config)
     try:
@@ -37,6 +39,26 @@ def input_problems(config: Config) -> list[str]:
     except ValueError as error:
         problems.append(str(error))
     return problems
+
+
+def _path_problems(config: Config) -> Iterator[str]:
+    """Paths the system will not even look up: names too long, loops of links, folders closed to this user."""
+    model = "actor_rollout_ref.model.path"  # first: other keys follow it
+    seen = set[str | None]([None])
+    for name, value in sorted(flatten(config).items(), key=lambda item: item[0] != model):
+        if name not in PLUGIN_KEYS and not leaf_keys()[name].path:
+            continue
+        for entry in value if isinstance(value, list) else [value]:
+            path = f"{entry}".rpartition(".py:")[0] + ".py" if name in PLUGIN_KEYS else entry
+            if path in seen or "://" in path:
+                continue
+            seen.add(path)
+            try:
+                os.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except (OSError, ValueError) as error:
+                yield f"{name}={path:.200}: {getattr(error, 'strerror', None) or error}; name another path"
 
 
 def _data_problems(config: Config) -> Iterator[str]:
