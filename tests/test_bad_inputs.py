@@ -167,6 +167,9 @@ EARLY = [
          words=["grad_clip=1", "optim.clip_grad=2", "give one of them"]),
     case("not a number", A + "optim.lr=fast", words=[A + "optim.lr=fast", "must be float >= 0"]),
     case("NaN", A + "optim.lr=nan", words=[A + "optim.lr=nan", ">= 0"]),
+    *(case(f"no limit for {key}", f"{key}=1e9", words=[f"{key}=1000000000.0", "<= 1e+06"])
+      for key in ("reward.timeout_s", *(f"trainer.{name}_s" for name in
+                  ("start_timeout", "step_timeout", "collective_timeout", "preempt_grace")))),
     case("negative", "trainer.total_epochs=-1", words=["trainer.total_epochs=-1", ">= 1"]),
     case("estimator mistyped", "algorithm.adv_estimator=grppo", words=["adv_estimator=grppo", "did you mean grpo?"]),
     case("loss option unknown", A + "policy_loss.clip_cov_ration=0.1", words=["clip_cov_ration", "clip_cov"]),
@@ -329,6 +332,8 @@ LATE = [
     case("prompts too long", "data.max_prompt_length=3", words=["data.max_prompt_length=3", "filter_overlong_prompts"]),
     case("all prompts filtered out", "data.max_prompt_length=3", "data.filter_overlong_prompts=True",
          words=["0 of 4 prompts left", "data.max_prompt_length=3", "6"]),
+    case("more rows than can be listed", "data.train_batch_size=1000000000000", A + "ppo_mini_batch_size=1000000000000",
+         words=["data.train_batch_size=1000000000000", "4 prompts", "at most 4"]),
     case("fewer rows than a batch", "data.train_batch_size=6",
          words=["data.train_batch_size=6", "4 prompts", "at most 4"]),
     case("null far down in the file", spoil=lambda folder: write_jsonl(

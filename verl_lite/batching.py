@@ -58,7 +58,7 @@ class MicroLimit:
             return name, "by tokens", f"{_count(rows, 'row')}, at most {self.tokens:,} tokens at once ({self.key})"
         return (
             name,
-            _sum_text(self.cut(rows) or []),
+            _sum_text(rows, self.rows),
             f"{_count(rows, 'row')}, at most {self.rows:,} at once ({self.key})",
         )
 
@@ -651,12 +651,11 @@ def _shares_text(shares: Sequence[int]) -> str:
     return f"{shares[0]:,}" if len(set(shares)) == 1 else f"{shares[0]:,} or {shares[-1]:,}"
 
 
-def _sum_text(sizes: Sequence[int]) -> str:
-    """80 + 80 + 16, or 20 × 64 + 3 where that is shorter."""
-    if len(sizes) <= 3:
-        return " + ".join(map(str, sizes))
-    runs = [(len(list(run)), size) for size, run in itertools.groupby(sizes)]
-    return " + ".join(str(size) if count == 1 else f"{count} × {size}" for count, size in runs)
+def _sum_text(rows: int, size: int) -> str:
+    """So many rows in pieces of at most `size`: 80 + 80 + 16, or 20 × 64 + 3 where that is shorter."""
+    whole, rest = divmod(rows, size)
+    pieces = [f"{whole} × {size}"] if whole + bool(rest) > 3 and whole > 1 else [str(size)] * whole
+    return " + ".join([*pieces, str(rest)] if rest else pieces)
 
 
 # What cannot work, and what has no effect

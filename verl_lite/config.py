@@ -51,6 +51,7 @@ def section(cls: Any) -> Any:
 LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "float": "float32"}
+LONGEST_S = 1e6  # eleven days; the system's own calls take milliseconds in 32 bits, and fail above 25 days
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
@@ -327,7 +328,7 @@ class RewardModelConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     num_workers: int = key(8, "processes that run the reward function, at most one per core", ge=1)
-    timeout_s: float = key(300.0, "seconds one sample may take", gt=0)
+    timeout_s: float = key(300.0, "seconds one sample may take", gt=0, le=LONGEST_S)
     on_error: str = key("raise", "what a failed or late sample means", choices=("raise", "zero", "mask"))
     custom_reward_function: CustomFunctionConfig = section(CustomFunctionConfig)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)
@@ -404,10 +405,12 @@ class TrainerConfig:
     )
     max_skipped_steps: int = key(10, "steps skipped in a row (non-finite gradient) before the run stops", ge=0)
     max_rollout_restarts: int = key(1, "times in a run that a dead engine is started again", ge=0)
-    start_timeout_s: float = key(600.0, "seconds the workers may take to start", gt=0)
-    step_timeout_s: float = key(3600.0, "seconds one phase of a step may take", gt=0)
-    collective_timeout_s: float = key(1800.0, "seconds a rank waits for its peers", gt=0)
-    preempt_grace_s: float = key(600.0, "seconds to finish and save the step after SIGTERM or SIGUSR1", gt=0)
+    start_timeout_s: float = key(600.0, "seconds the workers may take to start", gt=0, le=LONGEST_S)
+    step_timeout_s: float = key(3600.0, "seconds one phase of a step may take", gt=0, le=LONGEST_S)
+    collective_timeout_s: float = key(1800.0, "seconds a rank waits for its peers", gt=0, le=LONGEST_S)
+    preempt_grace_s: float = key(
+        600.0, "seconds to finish and save the step after SIGTERM or SIGUSR1", gt=0, le=LONGEST_S
+    )
     max_actor_ckpt_to_keep: int | None = key(None, "checkpoints kept, null: all", ge=1)
     max_critic_ckpt_to_keep: int | None = key(None, "critic checkpoints kept, null: all", ge=1)
     rollout_data_dir: str | None = key(None, "write each step's samples here", path=True)
