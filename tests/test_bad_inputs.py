@@ -120,6 +120,11 @@ def missing_shard(folder: Path) -> None:
     (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def missing_shard_names(folder: Path) -> None:
+    missing_shard(folder)
+    (folder / "model" / "model.safetensors.index.json").write_text('{"weight_map": {"a": null, "b": 3}}')
+
+
 def unreadable_file(folder: Path) -> None:
     """Who runs as root may read everything: a name in a loop is unreadable for all."""
     (folder / "loop.jsonl").symlink_to("loop.jsonl")
@@ -232,6 +237,12 @@ EARLY = [
          words=["a.json", "list of objects"]),
     case("file that cannot be read", TRAIN + "loop.jsonl", spoil=unreadable_file,
          words=["data.train_files", "loop.jsonl"]),
+    case("JSON in lists without end", TRAIN + "a.jsonl", spoil=text("a.jsonl", "[" * 100_000),
+         words=["a.jsonl is not valid jsonl", "recursion"]),
+    case("JSON with an endless number", TRAIN + "a.json", spoil=text("a.json", "[" + "9" * 5000 + "]"),
+         words=["a.json is not valid json", "5000 digits"]),
+    case("source a number", spoil=rows(data_source=7), words=["train.jsonl, row 3", "'data_source' is not text but 7"]),
+    case("source a list", spoil=rows(data_source=["a"]), words=["train.jsonl, row 3", "'data_source'", "['a']"]),
     case("bytes that are no text", spoil=lambda folder: (folder / "train.jsonl").write_bytes(b"\xff\xfe{}"),
          words=["train.jsonl is not valid jsonl"]),
     case("validation file of another schema", VAL + "b.parquet",
@@ -262,6 +273,9 @@ EARLY = [
          words=["model.safetensors is cut off", "once more"]),
     case("weights no weights", spoil=text("model/model.safetensors", "<html>"),
          words=["model.safetensors is not a readable"]),
+    case("shards without names", spoil=missing_shard_names, words=["index.json cannot be read", "NoneType"]),
+    case("model config in lists without end", spoil=text("model/config.json", "[" * 100_000),
+         words=["config.json cannot be read", "recursion"]),
     case("shard missing", spoil=missing_shard, words=["model-00001-of-00002.safetensors", "No such file"]),
     case("weights as pickle", spoil=pickled_weights, words=["pytorch_model.bin", "can run code", "save_pretrained"]),
     case("critic without weights", "algorithm.adv_estimator=gae", "critic.model.path=./empty",
@@ -323,6 +337,16 @@ LATE = [
     case("too few positions", "data.max_prompt_length=200", words=["max_position_embeddings=128", "204"]),
     case("tokenizer broken", spoil=text("model/tokenizer.json", "{}"),
          words=["cannot load a tokenizer", M + "tokenizer_path"]),
+    case("tokenizer without a vocabulary", spoil=without_file("model/tokenizer.json"),
+         words=["no vocabulary", M + "tokenizer_path", "is its tokenizer.json missing?"]),
+    case("template of bytes that are no text", M + "custom_chat_template=model/model.safetensors",
+         words=["custom_chat_template=model/model.safetensors cannot be read"]),
+    case("generation config cut off", spoil=cut("model/generation_config.json", 0.5),
+         words=["generation_config.json cannot be used"]),
+    case("generation config a list", spoil=text("model/generation_config.json", "[]"),
+         words=["generation_config.json cannot be used"]),
+    case("end token a word", spoil=edit("model/generation_config.json", eos_token_id="<eos>"),
+         words=["generation_config.json cannot be used", "eos_token_id=<eos>"]),
     case("tokenizer without a template", spoil=without_template,
          words=["no chat template", M + "custom_chat_template"]),
     case("end token that the model does not know", spoil=edit("model/tokenizer_config.json", eos_token="<end>"),
@@ -346,6 +370,9 @@ LATE = [
     case("reward that fails to load", MY_REWARD,
          spoil=text("reward.py", "import nonsuch\ndef compute_score(**k): ...\n"),
          words=["reward.py, line 1", "nonsuch"]),
+    case("reward that leaves while it loads", MY_REWARD,
+         spoil=text("reward.py", "import sys\nsys.exit('bye')\ndef compute_score(**k): ...\n"),
+         words=["reward.py, line 2", "SystemExit: bye"]),
     case("reward that never loads", MY_REWARD, "trainer.start_timeout_s=1",
          spoil=text("reward.py", "import time\ntime.sleep(600)\ndef compute_score(**k): ...\n"),
          words=["reward.py", "took over 1 s", "trainer.start_timeout_s"]),

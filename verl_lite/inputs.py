@@ -127,7 +127,7 @@ def _model_folder_problems(folder: Path) -> Iterator[str]:
         return
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         yield f"{folder}/config.json cannot be read: {error}"
         return
     if not isinstance(config, dict) or "model_type" not in config:

@@ -136,7 +136,7 @@ def _load_file(place: str, key: str, start_folder: str | Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses in the file look their module up while it runs
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         if isinstance(error, SyntaxError) and error.filename:
             raise ValueError(f"{key}: syntax error in {error.filename}, line {error.lineno}: {error.msg}") from error

@@ -96,6 +96,7 @@ def test_numbers_of_every_kind_are_scores(score: Score, value: str, expected: fl
     "value, message",
     [
         ("'0.5'", "returned str '0.5'"), ("[0.5]", r"returned list \[0.5\]"), ("float('nan')", "returned nan"),
+        ("1e39", "returned 1e[+]39"),
         ("{'acc': 1}", r"without 'score'; its keys: \['acc'\]"), ("{'score': '1'}", "returned str '1'"),
     ],
 )  # fmt: skip

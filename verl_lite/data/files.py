@@ -57,7 +57,7 @@ def read_rows(path: str, first: int | None = None) -> Sequence[Row]:
                 rows = [json.loads(line) for line in itertools.islice(lines, first)]
     except pa.ArrowException as error:
         raise ValueError(f"{path} is not a readable parquet file: {error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of 5,000 digits, and lists in lists without end
         raise ValueError(f"{path} is not valid {Path(path).suffix[1:]}: {error}") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -80,6 +80,8 @@ def read_prompt(row: Row, row_number: int, path: str, *, prompt_key: str, reward
             raise ValueError(f"{path} has no column {column!r}{named_by}; its columns: {', '.join(row)}")
         if row[column] is None:
             raise ValueError(f"{path}, row {row_number}: column {column!r}{named_by} is null")
+    if not isinstance(source := row[reward_fn_key], str):
+        raise ValueError(f"{path}, row {row_number}: column {reward_fn_key!r} is not text but {_short(source)}")
     if not isinstance(row["reward_model"], dict) or (
         "ground_truth" not in row["reward_model"] and reward_style(row) != "model"
     ):

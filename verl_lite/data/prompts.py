@@ -44,6 +44,8 @@ def load_tokenizer(
     except Exception as error:  # a broken tokenizer.json raises anything
         reason = f"{error}" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"cannot load a tokenizer from {path} ({key}): {reason}") from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):  # made up where the file is not there
+        raise ValueError(f"the tokenizer of {path} ({key}) has no vocabulary; is its tokenizer.json missing?")
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has neither a pad token nor an end token; set one in its files")
@@ -51,7 +53,11 @@ def load_tokenizer(
         logger.warning("the tokenizer of %s has no pad token; its end token %r is used", path, tokenizer.eos_token)
     if custom_chat_template is not None:
         is_file = os.path.isfile(custom_chat_template)  # Path.is_file would raise for a template of 256 characters
-        template = Path(custom_chat_template).read_text(encoding="utf-8") if is_file else custom_chat_template
+        try:
+            template = Path(custom_chat_template).read_text(encoding="utf-8") if is_file else custom_chat_template
+        except (OSError, UnicodeDecodeError) as error:
+            name = "actor_rollout_ref.model.custom_chat_template"
+            raise ValueError(f"{name}={custom_chat_template} cannot be read: {error}") from error
         tokenizer.chat_template = template
     if tokenizer.chat_template is None:
         raise ValueError(

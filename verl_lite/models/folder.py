@@ -27,7 +27,8 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
             raise ValueError(f"no weights in {folder}: neither model.safetensors nor {index.name}")
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            "".join(names)  # a TypeError where one is no text
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"{index} cannot be read: {error!r}") from error
     shapes: dict[str, list[int]] = {}
     for name in names:

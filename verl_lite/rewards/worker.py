@@ -23,6 +23,8 @@ from typing import Any
 
 from verl_lite.plugins import resolve
 
+LARGEST_SCORE = 3.4e38  # of float32, which scores become
+
 
 @dataclass(frozen=True)
 class RewardFunction:
@@ -90,8 +92,8 @@ def _number(value: Any) -> float | None:
             f"the reward function returned {type(value).__name__} {value!r:.100}; a number, None or a dict with "
             "'score' is needed"
         )
-    if not math.isfinite(value):
-        raise ValueError(f"the reward function returned {value}; return None to leave a sample without a score")
+    if not math.isfinite(value) or abs(float(value)) > LARGEST_SCORE:
+        raise ValueError(f"the reward function returned {value!s:.40}; return None to leave a sample without a score")
     return float(value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -82,6 +81,7 @@ def load_data(config: Config) -> TrainingData:
     # Built once without starting its processes: wrong reward_kwargs show here.
     unstarted = RewardPool(reward_function(config), num_workers=1, timeout_s=1, on_error="raise")
     build_manager(config.reward, unstarted, tokenizer, max_response_length=data.max_response_length)
+    end_token_ids(model.path, tokenizer)
     train = val = None
     if not trainer.val_only:
         train = build_dataset(data, data.train_files, tokenizer, max_samples=data.train_max_samples)
@@ -249,11 +249,17 @@ def reward_function(config: Config) -> RewardFunction:
 
 def end_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokenizer's end token and those of the model's generation config, which may be a number or a list."""
-    ids = [tokenizer.eos_token_id]
-    with contextlib.suppress(OSError):  # a model need not have one
+    ids, file = [tokenizer.eos_token_id], Path(model_path) / "generation_config.json"
+    try:
         more = GenerationConfig.from_pretrained(model_path).eos_token_id
         ids += more if isinstance(more, list) else [more]
-    return list(dict.fromkeys(i for i in ids if i is not None))
+        ids = [i for i in dict.fromkeys(ids) if i is not None]
+        if not all(isinstance(i, int) and i >= 0 for i in ids):
+            raise ValueError(f"eos_token_id={more}")
+    except Exception as error:  # a model need not have one; what a strange one raises has no common base
+        if file.is_file() or not isinstance(error, OSError):
+            raise ValueError(f"{file} cannot be used: {error}") from error
+    return ids
 
 
 def start_workers(config: Config, data: TrainingData, pool: ResourcePool, log_dir: Path) -> Workers:
