@@ -67,7 +67,8 @@ SECRETS = {
     },
     "reward.custom_reward_function.reward_kwargs": {
         "openai_api_key": "sk-first", "HF_TOKEN": "hf-second", "db": {"DB_PASSWORD_FILE": "third-one"}, "max_tokens": 5,
-        "token": "4th", "judge": "http://localhost:8000/v1",
+        "token": "4th", "judge": "http://localhost:8000/v1", "password": 33344455, "n_token": 5,
+        "credentials": {"user": "fifth-one", "more": ["sixth-one"]}, "proxy": "http://me:p@ssw0rd@host:80/a",
     },
 }  # fmt: skip
 
@@ -78,7 +79,8 @@ def test_secrets_are_not_shown_and_nothing_else_is_hidden() -> None:
     assert runtime_env == {"env_vars": {"HOME": "***"}, "working_dir": "https://user:***@host/code.zip"}
     assert tree["reward"]["custom_reward_function"]["reward_kwargs"] == {
         "openai_api_key": "***", "HF_TOKEN": "***", "db": {"DB_PASSWORD_FILE": "***"}, "max_tokens": 5, "token": "***",
-        "judge": "http://localhost:8000/v1",
+        "judge": "http://localhost:8000/v1", "password": "***", "n_token": 5,
+        "credentials": {"user": "***", "more": ["***"]}, "proxy": "http://me:***@host:80/a",
     }  # fmt: skip
     assert redacted(Config())["data"]["prompt_key"] == "prompt"
 

@@ -564,7 +564,8 @@ def nested(config: Config) -> dict[str, Any]:
 
 SECRET_NAME = re.compile(r"(^|[_.-])(key|apikey|token)s?$|secret|passw(or)?d|credential", re.IGNORECASE)
 NOT_SECRET = ("prompt_key", "reward_fn_key")
-SECRET_IN_URL = re.compile(r"(?<=://)([^\s/:@]*:)[^\s/@]+(?=@)")  # user:password@host
+COUNTED = re.compile(r"tokens?$", re.IGNORECASE)  # max_tokens=512 is a number and no secret
+SECRET_IN_URL = re.compile(r"(?<=://)([^\s/:@]*:)[^\s/]+(?=@)")  # user:password@host
 SHORTEST_SECRET = 6  # a shorter one is hidden where its name stands, but not looked for in texts
 
 
@@ -588,16 +589,15 @@ def without_secrets(text: str, secrets: Sequence[str]) -> str:
 
 def _hide(value: Any, name: str, hidden: list[str]) -> Any:
     """The value without its secrets, which are added to `hidden`; `name` is the last part of its key."""
+    secret = name == "env_vars" or (SECRET_NAME.search(name) is not None and name not in NOT_SECRET)
     if isinstance(value, dict):
-        return {k: _hide(v, "secret" if name == "env_vars" else str(k), hidden) for k, v in value.items()}
+        return {k: _hide(v, "secret" if secret else str(k), hidden) for k, v in value.items()}
     if isinstance(value, list):
         return [_hide(entry, name, hidden) for entry in value]
-    if not isinstance(value, str):
-        return value
-    if SECRET_NAME.search(name) and name not in NOT_SECRET:
-        hidden.append(value)
+    if secret and (isinstance(value, str) or (type(value) in (int, float) and not COUNTED.search(name))):
+        hidden.append(str(value))
         return "***"
-    return SECRET_IN_URL.sub(r"\1***", value)
+    return SECRET_IN_URL.sub(r"\1***", value) if isinstance(value, str) else value
 
 
 # --- null -> value ----------------------------------------------------------------------------------------------------
