@@ -154,3 +154,13 @@ def test_the_table_in_the_docs_is_what_the_program_prints(capsys: pytest.Capture
     assert plan.main(CLASSIC) == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(shown) > 5 and [line for line in shown if line not in printed] == []
+
+
+@pytest.mark.parametrize("module", ["main_ppo", "plan"])
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_ends_nothing(module: str, closed: str) -> None:
+    command = [sys.executable, "-m", f"verl_lite.{module}", "trainer.total_epochs=0"]
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert ("trainer.total_epochs=0" in done.stderr) == ("2>&-" not in closed) and done.stdout == ""

@@ -153,6 +153,18 @@ def tell(text: str, config: Config | None) -> None:
     print(printable(without_secrets(text, secrets_of(config or Config()))), file=sys.stderr)
 
 
+def open_streams() -> None:
+    """Lead to nowhere what the caller has closed (`>&-`): else a file of the run's would take its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, number)
+            if nowhere != number:
+                os.close(nowhere)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # where · and × cannot be shown
+
+
 def _split_arguments(argv: Sequence[str]) -> tuple[str, list[Path], list[str], list[str]]:
     """(recipe, the user's recipe folders, overrides, problems)."""
     flags = {"--config-name": "name", "-cn": "name", "--config-dir": "dir", "-cd": "dir"}

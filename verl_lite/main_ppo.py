@@ -25,7 +25,7 @@ from types import FrameType
 from typing import NoReturn, TextIO, cast
 
 from verl_lite.batching import BatchPlan
-from verl_lite.cli import ConfigError, tell
+from verl_lite.cli import ConfigError, open_streams, tell
 from verl_lite.config import Config, flatten, redacted, secrets_of, without_secrets
 from verl_lite.inputs import input_problems
 from verl_lite.plan import compose_plan
@@ -263,12 +263,12 @@ class _Signals:
             return  # what is left is taking the run down, within limits of its own
         if not (known and self._saving and self.stop.in_steps):
             self._interrupt()
-        text = f"{self._name}: the step under way is finished and saved first, for at most"
-        # Not `print`: the handler may have come in the middle of one.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._console, f"\n{text} trainer.preempt_grace_s={self._grace_s:g} s (again: at once)\n".encode())
         self.stop.set()
         signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+        text = f"{self._name}: the step under way is finished and saved first, for at most"
+        # Not `print`: the handler may have come in the middle of one. Last: whoever should read it may have stopped.
+        with contextlib.suppress(OSError):
+            os.write(self._console, f"\n{text} trainer.preempt_grace_s={self._grace_s:g} s (again: at once)\n".encode())
 
     def finished(self, *, saved: bool) -> None:
         """The last step is over, and what it was worth is `saved` or not."""
@@ -382,7 +382,7 @@ def _object_store_bytes(config: Config, plan: BatchPlan) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # where · and × cannot be shown
+    open_streams()
     exit_code = main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(exit_code)  # at once: what libraries do at exit can hang or fail after the work is done

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from verl_lite import algorithms
 from verl_lite.batching import BatchPlan, PlanError, batch_problems
-from verl_lite.cli import Composed, ConfigError, compose, print_usage, tell
+from verl_lite.cli import Composed, ConfigError, compose, open_streams, print_usage, tell
 
 if TYPE_CHECKING:
     from verl_lite.config import Config
@@ -78,5 +78,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # where · and × cannot be shown
+    open_streams()
     sys.exit(main(sys.argv[1:]))
