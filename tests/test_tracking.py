@@ -251,14 +251,15 @@ def test_mlflow_writes_into_a_store_of_its_own_in_the_run_folder(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     tracking = open_tracking(tmp_path, "mlflow")
     tracking.log(METRICS, 1)
-    tracking.log({**METRICS, "f32": 0.75}, 2)
+    tracking.log({**METRICS, "f32": 0.75, "val-core/http://./../x/acc/mean@1": 1.0}, 2)
     tracking.finish()
     assert "could not" not in caplog.text
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     experiment = client.get_experiment_by_name("project")
     (run,) = client.search_runs([experiment.experiment_id])
     # Its names may hold neither @ nor parentheses.
-    assert run.data.metrics == {"val-core/x _y_/acc/mean_at_1": 0.5, "f32": 0.75, "n": 2.0}
+    strange = {"val-core/http:/_/._/.._/x/acc/mean_at_1": 1.0}
+    assert run.data.metrics == {"val-core/x _y_/acc/mean_at_1": 0.5, "f32": 0.75, "n": 2.0} | strange
     assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "f32")] == [(1, 0.25), (2, 0.75)]
     assert run.data.params == {"trainer.nnodes": "1"}
     assert (run.info.run_name, run.info.status) == ("experiment", "FINISHED")

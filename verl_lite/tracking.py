@@ -410,12 +410,14 @@ class MLflow:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now_ms = int(time.time() * 1000)
-        points = [
-            self._metric(self.NAME_REFUSED.sub("_", key.replace("@", "_at_")), value, now_ms, step)
-            for key, value in metrics.items()
-        ]
+        points = [self._metric(self._name(key), value, now_ms, step) for key, value in metrics.items()]
         for start in range(0, len(points), self.METRICS_PER_CALL):
             self._client.log_batch(self._run_id, metrics=points[start : start + self.METRICS_PER_CALL])
+
+    def _name(self, key: str) -> str:
+        """Neither @ nor brackets, and no part between slashes that a file system would drop: "", "." or ".."."""
+        name = self.NAME_REFUSED.sub("_", key.replace("@", "_at_"))
+        return "/".join(part if part.strip(".") else part + "_" for part in name.split("/"))
 
     def finish(self) -> None:
         self._client.set_terminated(self._run_id)
