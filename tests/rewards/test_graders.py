@@ -196,3 +196,19 @@ def test_rewards_load_none_of_the_heavy_packages():
     heavy = ("torch", "ray", "vllm", "numpy", "sympy")
     code = f"import sys, verl_lite.rewards.pool; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "1." + "3" * 5000, "1/" + "9" * 5000, "1e" + "9" * 5000])
+@pytest.mark.parametrize(("source", "method"), [("openai/gsm8k", "strict"), ("openai/gsm8k", "flexible"), ("math", "")])
+def test_a_number_without_end_is_wrong_and_no_failure(source: str, method: str, digits: str):
+    """A model that repeats itself writes such: under `reward.on_error=raise` it would end the run."""
+    response = f"\\boxed{{{digits}}}" if source == "math" else f"#### {digits}"
+    assert compute_score(source, response, "42", {"method": method}) == 0
+
+
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+@pytest.mark.parametrize("response", [" " * 50_000, "#### -{space}x", "#### \\boxed{1}{space}x", "#### 1{space}x"])
+def test_much_space_takes_no_time(method: str, response: str):
+    start = time.monotonic()
+    compute_score("openai/gsm8k", response.replace("{space}", " " * 20_000), "42", {"method": method})
+    assert time.monotonic() - start < 2

@@ -11,6 +11,7 @@ import unicodedata
 from fractions import Fraction
 from typing import Any
 
+MAX_ANSWER_CHARACTERS = 500  # what is longer is no answer of a data set; Python refuses numbers of 4,301 digits
 _MARKER = re.compile(r"(?<!#)####(?!#)")
 _DASHES = str.maketrans(dict.fromkeys("−–—‐‑﹣－", "-"))
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
@@ -54,7 +55,7 @@ def _marked_answer(text: str) -> Fraction | None:
 def _parse_answer(text: str) -> Fraction | None:
     """The number that `text` consists of, or None."""
     text = _plain(text).strip()
-    match = _ANSWER.fullmatch(text)
+    match = _ANSWER.fullmatch(text) if len(text) <= MAX_ANSWER_CHARACTERS else None
     if match is None or (match["sign"] and match["inner"]) or _NO_UNIT.fullmatch(match["unit"] or ""):
         return None
     return _value(match["sign"] or match["inner"], match["number"])
@@ -66,7 +67,7 @@ def _last_number(text: str) -> Fraction | None:
     if not matches:
         return None
     match = matches[-1]
-    if _HEDGE.search(text[max(0, match.start() - 40) : match.start()]):
+    if len(match[0]) > MAX_ANSWER_CHARACTERS or _HEDGE.search(text[max(0, match.start() - 40) : match.start()]):
         return None
     number, rest = _value(match["sign"] or "", match["number"]), (match["rest"] or "").replace(" ", "")
     if rest.startswith(("e", "E")):
@@ -81,7 +82,7 @@ def _plain(text: str) -> str:
     """Full-width forms and dashes as ASCII; without LaTeX and Markdown around a number."""
     text = unicodedata.normalize("NFKC", text).translate(_DASHES)
     text = text.replace("\\$", "$").replace("\\%", "%").replace("{,}", ",").replace("\\!", "").replace("\\,", "")
-    text = re.sub(r"[*_`]+", "", text)
+    text = re.sub(r"\s+", " ", re.sub(r"[*_`]+", "", text))  # the patterns are slow where much space may be split
     boxed = re.fullmatch(r"\s*\$*\s*\\boxed\s*\{([^{}]*)\}\s*\$*\s*\.?\s*", text)
     text = boxed[1] if boxed else text
     dollars = re.fullmatch(r"\s*\$([^$]+)\$\s*\.?\s*", text)

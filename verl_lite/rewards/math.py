@@ -107,6 +107,8 @@ def _safe(answer: str) -> bool:
 
 def _rational(text: str) -> Fraction | None:
     """The value of a plain number or a fraction of whole numbers: most answers, and no work for sympy."""
+    if len(text) > MAX_ANSWER_CHARACTERS:
+        return None
     match = _FRACTION.fullmatch(text)
     if match is not None:
         numerator, denominator = (int(match[i] or match[i + 2]) for i in (2, 3))
