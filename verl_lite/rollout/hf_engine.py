@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TopKLogitsWarper, TopPLogitsWarper
 
 from verl_lite.rollout.engine import (
     Completion,
@@ -160,11 +160,6 @@ def sample(
 
 def keep_likeliest(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     """Set to -inf what is not among the `top_k` likeliest, then not among the likeliest with mass `top_p` together."""
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
-    if top_p < 1:
-        ascending, order = logits.sort(-1)
-        dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
-        dropped[:, -1] = False
-        logits = logits.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
-    return logits
+    ids = torch.empty(0, dtype=torch.long)  # of the text so far, which these two do not look at
+    logits = TopKLogitsWarper(top_k)(ids, logits) if top_k > 0 else logits
+    return TopPLogitsWarper(top_p)(ids, logits) if top_p < 1 else logits
