@@ -270,7 +270,7 @@ EARLY = [
     case("model without weights", spoil=without_file("model/model.safetensors"),
          words=[M + "path: no weights in", "model.safetensors"]),
     case("weights cut off", spoil=cut("model/model.safetensors", 0.9),
-         words=["model.safetensors is cut off", "once more"]),
+         words=["model.safetensors is not a readable safetensors file, or not all of one", "once more"]),
     case("weights no weights", spoil=text("model/model.safetensors", "<html>"),
          words=["model.safetensors is not a readable"]),
     case("shards without names", spoil=missing_shard_names, words=["index.json cannot be read", "NoneType"]),
