@@ -60,16 +60,6 @@ def test_a_replica_takes_neighbouring_gpus_of_one_node() -> None:
     ]
 
 
-def test_a_replica_is_never_split_over_two_nodes() -> None:
-    with pytest.raises(PlacementError, match=r"tensor_model_parallel_size=2 does not divide .*=3.*possible: 1, 3"):
-        replica_slots(slots_of(3, 3), tensor_parallel_size=2)  # 6 GPUs are divisible by 2, the 3 of a node aren't
-
-
-def test_more_replicas_than_gpus_hold_are_refused() -> None:
-    with pytest.raises(PlacementError, match=r"num_replicas=3 .*needs 6 GPUs; there are 4, enough for 2"):
-        replica_slots(slots_of(4), tensor_parallel_size=2, num_replicas=3)
-
-
 def test_on_cpu_there_is_one_replica_unless_more_are_asked_for() -> None:
     slots = [dataclasses.replace(slot, gpu_ids=()) for slot in slots_of(2)]
     assert [len(replica_slots(slots, 2, wanted)) for wanted in (None, 1, 3)] == [1, 1, 3]

@@ -112,20 +112,9 @@ def replica_slots(
         by_node.setdefault(slot.node_id, []).append(slot)
     replicas = []
     for on_node in by_node.values():
-        if len(on_node) % tensor_parallel_size:
-            divisors = [d for d in range(1, len(on_node) + 1) if len(on_node) % d == 0]
-            raise PlacementError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel_size} does not divide "
-                f"trainer.n_gpus_per_node={len(on_node)}: a replica's GPUs must be on one node; "
-                f"possible: {', '.join(map(str, divisors))}"
-            )
+        assert len(on_node) % tensor_parallel_size == 0, "the plan refuses an engine over two nodes"
         replicas += [tuple(on_node[i : i + tensor_parallel_size]) for i in range(0, len(on_node), tensor_parallel_size)]
-    if num_replicas is not None and num_replicas > len(replicas):
-        raise PlacementError(
-            f"actor_rollout_ref.rollout.num_replicas={num_replicas} × tensor_model_parallel_size="
-            f"{tensor_parallel_size} needs {num_replicas * tensor_parallel_size} GPUs; "
-            f"there are {len(slots)}, enough for {len(replicas)}"
-        )
+    assert len(replicas) >= (num_replicas or 0), "the plan refuses more replicas than the GPUs hold"
     return replicas[:num_replicas]
 
 
