@@ -25,10 +25,11 @@ import stat
 import tempfile
 import weakref
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -47,30 +48,6 @@ class WeightUpdate:
     part: int  # 0, 1, …
     last: bool
     payload: dict[str, Any]
-
-
-class Publisher(Protocol):
-    """The trainer's side of a transfer: one object on every training rank, every method called on all of them."""
-
-    def connection(self) -> dict[str, Any] | None:
-        """What `Engine.connect` needs, or None; only `nccl`."""
-        ...
-
-    def connect(self) -> None:
-        """Meet the engines; runs while they are in `Engine.connect`."""
-        ...
-
-    def publish(self, state: Mapping[str, torch.Tensor], version: int) -> WeightUpdate | None:
-        """Begin an update and return its first part (None except on rank 0); `state` may hold DTensors."""
-        ...
-
-    def next_part(self) -> WeightUpdate | None:
-        """The part after the one being received; None when there is no more."""
-        ...
-
-    def release(self) -> None:
-        """Free what the engines have read."""
-        ...
 
 
 def transfer_backend(engine: str, device: str, *, colocated: bool) -> str:
@@ -109,8 +86,8 @@ def full_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class _Parts:
     """An update in progress: which names go together, and what is next. The cut is the same on every rank."""
 
-    def __init__(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype, limit: int) -> None:
-        self.state, self.dtype = state, dtype
+    def __init__(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype, limit: int, version: int) -> None:
+        self.state, self.dtype, self.version = state, dtype, version
         self.names: list[list[str]] = []
         self.largest = size = 0
         for name, tensor in state.items():
@@ -130,39 +107,60 @@ class _Parts:
     def gather(self, name: str) -> torch.Tensor:
         return full_tensor(self.state[name], self.dtype)
 
-    def update(self, version: int, payload: dict[str, Any]) -> WeightUpdate:
-        return WeightUpdate(version, self.index, self.index == len(self.names) - 1, payload)
+    def update(self, payload: dict[str, Any]) -> WeightUpdate:
+        return WeightUpdate(self.version, self.index, self.index == len(self.names) - 1, payload)
 
 
-class FilePublisher:
-    """`shm`: rank 0 writes each part as a safetensors file only its user can read; two parts exist at a time."""
+class Publisher(ABC):
+    """The trainer's side of a transfer: one object on every training rank, every method called on all of them."""
 
-    def __init__(self, *, rank: int, dtype: torch.dtype, checksums: bool = False, part_bytes: int = PART_BYTES) -> None:
-        self._is_sender, self._dtype, self._checksums, self._part_bytes = rank == 0, dtype, checksums, part_bytes
-        self._folder: Path | None = None
-        self._files: list[Path] = []
+    def __init__(self, *, rank: int, dtype: torch.dtype, part_bytes: int = PART_BYTES) -> None:
+        self._is_sender, self._dtype, self._part_bytes = rank == 0, dtype, part_bytes
         self._parts: _Parts | None = None
-        self._version = -1
 
-    def connection(self) -> None:
+    def connection(self) -> dict[str, Any] | None:
+        """What `Engine.connect` needs, or None; only `nccl`."""
         return None
 
-    def connect(self) -> None:
-        pass
+    def connect(self) -> None:  # noqa: B027
+        """Meet the engines; runs while they are in `Engine.connect`."""
 
     def publish(self, state: Mapping[str, torch.Tensor], version: int) -> WeightUpdate | None:
-        self.release()
-        self._parts, self._version = _Parts(state, self._dtype, self._part_bytes), version
-        if self._is_sender and self._folder is None:
-            self._folder = _private_folder(self._parts.largest * min(2, len(self._parts.names)))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        """Begin an update and return its first part (None except on rank 0); `state` may hold DTensors."""
+        self._parts = _Parts(state, self._dtype, self._part_bytes, version)
         return self.next_part()
 
     def next_part(self) -> WeightUpdate | None:
-        parts = self._parts
-        assert parts is not None, "publish comes before next_part"
-        if not parts.advance():
-            return None
+        """The part after the one being received; None when there is no more."""
+        assert self._parts is not None, "publish comes before next_part"
+        return self._prepare(self._parts) if self._parts.advance() else None
+
+    @abstractmethod
+    def _prepare(self, parts: _Parts) -> WeightUpdate | None:
+        """Gather the names of the part that is next, and on rank 0 describe it."""
+
+    def release(self) -> None:
+        """Free what the engines have read."""
+        self._parts = None
+
+
+class FilePublisher(Publisher):
+    """`shm`: rank 0 writes each part as a safetensors file only its user can read; two parts exist at a time."""
+
+    def __init__(self, *, rank: int, dtype: torch.dtype, checksums: bool = False, part_bytes: int = PART_BYTES) -> None:
+        super().__init__(rank=rank, dtype=dtype, part_bytes=part_bytes)
+        self._checksums = checksums
+        self._folder: Path | None = None
+        self._files: list[Path] = []
+
+    def publish(self, state: Mapping[str, torch.Tensor], version: int) -> WeightUpdate | None:
+        self.release()
+        return super().publish(state, version)
+
+    def _prepare(self, parts: _Parts) -> WeightUpdate | None:
+        if self._is_sender and self._folder is None:
+            self._folder = _private_folder(parts.largest * min(2, len(parts.names)))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         if len(self._files) == 2:
             self._files.pop(0).unlink()  # the engines have read it: only the part after it is being received now
         kept: dict[str, torch.Tensor] = {}
@@ -170,19 +168,19 @@ class FilePublisher:
             tensor = parts.gather(name)
             if self._is_sender:
                 kept[name] = tensor.cpu().contiguous()
-        if not self._is_sender:
+        if self._folder is None:  # not the sender
             return None
-        assert self._folder is not None
-        path = self._folder / f"v{self._version}-{parts.index}.safetensors"
+        path = self._folder / f"v{parts.version}-{parts.index}.safetensors"
         save_file(_unshared(kept), path)
         self._files.append(path)
         checksums = {name: checksum(tensor) for name, tensor in kept.items()} if self._checksums else None
-        return parts.update(self._version, {"path": str(path), "checksums": checksums})
+        return parts.update({"path": str(path), "checksums": checksums})
 
     def release(self) -> None:
+        super().release()
         for path in self._files:
             path.unlink(missing_ok=True)
-        self._files, self._parts = [], None
+        self._files = []
 
 
 def read_part(path: str, checksums: Mapping[str, int] | None) -> dict[str, torch.Tensor]:
@@ -252,40 +250,22 @@ def _sweep(place: Path) -> None:
             continue
 
 
-class IpcPublisher:
+class IpcPublisher(Publisher):
     """`ipc`: every rank packs each part into a buffer on its GPU, which the engine on that GPU maps.
 
     vLLM's own trainer class would send Python objects, which its control channel only takes with insecure
     serialisation switched on; a handle is a few numbers and bytes, so those are sent (`vllm_worker.IpcReceiver`).
     """
 
-    def __init__(self, *, rank: int, dtype: torch.dtype, part_bytes: int = PART_BYTES) -> None:
-        self._is_sender, self._dtype, self._part_bytes = rank == 0, dtype, part_bytes
-        self._parts: _Parts | None = None
-        self._version = -1
-        self._buffers: list[torch.Tensor] = []  # the part being read and the one being packed
+    _buffers: tuple[torch.Tensor, ...] = ()  # the part being read and the one being packed
 
-    def connection(self) -> None:
-        return None
-
-    def connect(self) -> None:
-        pass
-
-    def publish(self, state: Mapping[str, torch.Tensor], version: int) -> WeightUpdate | None:
-        self._parts, self._version = _Parts(state, self._dtype, self._part_bytes), version
-        return self.next_part()
-
-    def next_part(self) -> WeightUpdate | None:
+    def _prepare(self, parts: _Parts) -> WeightUpdate | None:
         from torch.multiprocessing.reductions import reduce_tensor
 
-        parts = self._parts
-        assert parts is not None, "publish comes before next_part"
-        if not parts.advance():
-            return None
         names = parts.names[parts.index]
         tensors = [parts.gather(name).cuda().contiguous() for name in names]
         buffer = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
-        self._buffers = [*self._buffers[-1:], buffer]
+        self._buffers = (*self._buffers[-1:], buffer)
         torch.cuda.synchronize()
         _, handle = reduce_tensor(buffer)
         uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
@@ -301,20 +281,20 @@ class IpcPublisher:
             "buffer_bytes": buffer.nbytes,
             "handles": dict(handles),
         }
-        return parts.update(self._version, payload)
+        return parts.update(payload)
 
     def release(self) -> None:
-        self._parts, self._buffers = None, []
+        super().release()
+        self._buffers = ()
         torch.cuda.ipc_collect()
 
 
-class NcclPublisher:
+class NcclPublisher(Publisher):
     """`nccl`: rank 0 and the engines' GPUs form a group of their own; rank 0 broadcasts, packed by vLLM's producer."""
 
     def __init__(self, *, rank: int, dtype: torch.dtype, num_receivers: int, master_address: str) -> None:
-        self._is_sender, self._dtype = rank == 0, dtype
+        super().__init__(rank=rank, dtype=dtype, part_bytes=2**62)  # one announcement; the producer bounds the memory
         self._num_receivers, self._address, self._port = num_receivers, master_address, 0
-        self._parts: _Parts | None = None
         self._group: Any = None
 
     def connection(self) -> dict[str, Any] | None:
@@ -334,22 +314,22 @@ class NcclPublisher:
             info = NCCLTrainerInitInfo(self._address, self._port, self._num_receivers + 1, rank=0)
             self._group = open_trainer_endpoint(info)
 
-    def publish(self, state: Mapping[str, torch.Tensor], version: int) -> WeightUpdate | None:
-        self._parts = _Parts(state, self._dtype, limit=2**62)  # one announcement; the producer bounds the memory
-        self._parts.advance()
+    def _prepare(self, parts: _Parts) -> WeightUpdate | None:
         if not self._is_sender:
             return None
-        dtypes = [self._dtype if t.is_floating_point() else t.dtype for t in state.values()]
+        dtypes = [self._dtype if t.is_floating_point() else t.dtype for t in parts.state.values()]
         payload = {
-            "names": list(state),
+            "names": list(parts.state),
             "dtype_names": [str(dtype).removeprefix("torch.") for dtype in dtypes],
-            "shapes": [list(tensor.shape) for tensor in state.values()],
+            "shapes": [list(tensor.shape) for tensor in parts.state.values()],
         }
-        return self._parts.update(version, payload)
+        return parts.update(payload)
 
-    def next_part(self) -> None:
+    def next_part(self) -> WeightUpdate | None:
         parts = self._parts
         assert parts is not None, "publish comes before next_part"
+        if parts.advance():
+            return self._prepare(parts)
         pairs = ((name, parts.gather(name).contiguous()) for name in parts.names[0])
         if self._is_sender:
             from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
@@ -361,9 +341,7 @@ class NcclPublisher:
             for _ in pairs:  # the gather is a collective
                 pass
         torch.cuda.synchronize()
-
-    def release(self) -> None:
-        self._parts = None
+        return None
 
 
 def _gather_objects(mine: Any) -> list[Any]:
