@@ -11,7 +11,7 @@ from typing import Any
 
 import cloudpickle
 
-from verl_lite.distributed.process_group import RankContext, bind_listener, destroy_process_group, init_process_group
+from verl_lite.distributed.process_group import RankContext, bind_listener, init_process_group
 
 TIMEOUT_S = 120.0
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -71,7 +71,10 @@ def all_gather(value: Any) -> list[Any]:
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
-    context: RankContext = init_process_group(rank, world_size, "127.0.0.1", port, "cpu", TIMEOUT_S)
+    import torch.distributed as dist
+
+    context = RankContext(rank, world_size, rank, world_size)
+    init_process_group(context, "127.0.0.1", port, TIMEOUT_S)
     while True:
         try:
             function, args, kwargs = cloudpickle.loads(pipe.recv_bytes())
@@ -82,4 +85,4 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         except Exception:
             answer = (False, f"rank {rank}: {traceback.format_exc()}")
         pipe.send_bytes(cloudpickle.dumps(answer))
-    destroy_process_group()
+    dist.destroy_process_group()

@@ -25,12 +25,13 @@ from typing import Any
 import prepare_quickstart
 import psutil
 import pytest
+import torch
 from test_dead_keys import InProcess
 from tiny import addition_rows, tiny_model, tiny_reward_model, write_jsonl, write_parquet
 
 from verl_lite import main_ppo
 from verl_lite.distributed import cluster, placement
-from verl_lite.distributed.process_group import RankContext, destroy_process_group, free_port, init_process_group
+from verl_lite.distributed.process_group import RankContext, free_port, init_process_group
 from verl_lite.rollout import weight_transfer
 from verl_lite.trainer import setup
 
@@ -557,9 +558,9 @@ def test_a_home_that_cannot_be_written_to_is_refused_by_the_preparation(bench: B
 
 @pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
-    init_process_group(0, 1, "127.0.0.1", free_port(), "cpu", 60)
+    init_process_group(RankContext(0, 1), "127.0.0.1", free_port(), 60)
     yield
-    destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("case", **ids(AT_WORK))

@@ -636,13 +636,13 @@ PLACES: dict[str, Callable[[Workshop, Sequence[str]], Any]] = {
 @contextlib.contextmanager
 def open_workshop(folder: Path) -> Iterator[Workshop]:
     """A workshop in a process group of one, for a module's tests."""
-    process_group.init_process_group(0, 1, "127.0.0.1", process_group.free_port(), "cpu", 60)
+    process_group.init_process_group(RankContext(0, 1), "127.0.0.1", process_group.free_port(), 60)
     with pytest.MonkeyPatch.context() as patch:
         workshop = Workshop(folder, patch)
         yield workshop
         for pool in workshop.pools.values():
             pool.close()
-    process_group.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -42,11 +42,12 @@ def measure(rank: int, world_size: int, port: int, model: str, directory: str, r
     import torch.distributed as dist
 
     from verl_lite.config import ActorConfig, CheckpointConfig, ModelConfig, TrainFSDPConfig
-    from verl_lite.distributed.process_group import destroy_process_group, init_process_group
+    from verl_lite.distributed.process_group import RankContext, init_process_group
     from verl_lite.trainer.checkpoints import Checkpoints
     from verl_lite.workers.actor import ActorWorker
 
-    context = init_process_group(rank, world_size, "127.0.0.1", port, "cpu", TIMEOUT_S)
+    context = RankContext(rank, world_size, rank, world_size)
+    init_process_group(context, "127.0.0.1", port, TIMEOUT_S)
     contents = ["model", "optimizer", "extra"] + ["hf_model"] * hf_model
     actor = ActorConfig(
         fsdp_config=TrainFSDPConfig(model_dtype="float32", dtype="float32"),
@@ -84,7 +85,7 @@ def measure(rank: int, world_size: int, port: int, model: str, directory: str, r
                 flush=True,
             )
             shutil.rmtree(final)
-    destroy_process_group()
+    dist.destroy_process_group()
 
 
 def main() -> int:

@@ -84,7 +84,7 @@ def measure(sizes: Sizes, setting: Setting) -> Measured:
     from verl_lite.algorithms.aggregate import MiniBatchTotals
     from verl_lite.batching import RankSchedule
     from verl_lite.distributed.memory import peak_memory_bytes, reset_peak_memory
-    from verl_lite.distributed.process_group import destroy_process_group, free_port, init_process_group
+    from verl_lite.distributed.process_group import RankContext, free_port, init_process_group
     from verl_lite.plan import compose_plan
     from verl_lite.trainer.ppo import update
     from verl_lite.workers.actor import ActorWorker
@@ -109,7 +109,8 @@ def measure(sizes: Sizes, setting: Setting) -> Measured:
         ]
     )
     policy = composed.config.actor_rollout_ref
-    context = init_process_group(0, 1, "127.0.0.1", free_port(), setting.device, TIMEOUT_S)
+    context = RankContext(0, 1, device=setting.device)
+    init_process_group(context, "127.0.0.1", free_port(), TIMEOUT_S)
     worker = ActorWorker(context, model=policy.model, actor=policy.actor, temperature=1.0)
     batch, row = (make_batch(rows, setting.tokens, prompt_tokens) for rows in (sizes.train, 1))
     # As in every step but the first: the optimizer has its state and the libraries have their buffers.
@@ -123,7 +124,7 @@ def measure(sizes: Sizes, setting: Setting) -> Measured:
     group: Any = OneRank(worker)
     summary = summarise_updates(update(group, ActorWorker.update, batch, plan.actor, lr=1e-6, seed=0))
     seconds = time.perf_counter() - start
-    destroy_process_group()
+    torch.distributed.destroy_process_group()
     return Measured(worker.pop_peak_memory()["update_actor"] - at_rest, summary.done, seconds)
 
 

@@ -14,15 +14,15 @@ from verl_lite.distributed.process_group import bind_listener, free_port, interf
 RANK = """
 import json, socket, sys, time
 rank, world_size, port, fileno, timeout_s = map(int, sys.argv[1:])
-from verl_lite.distributed.process_group import destroy_process_group, init_process_group
+from verl_lite.distributed.process_group import RankContext, init_process_group
 listener = socket.socket(fileno=fileno) if fileno >= 0 else None
-context = init_process_group(rank, world_size, "127.0.0.1", port, "cpu", timeout_s, listener=listener)
+context = RankContext(rank, world_size, rank, world_size)
+init_process_group(context, "127.0.0.1", port, timeout_s, listener=listener)
 import torch, torch.distributed as dist
 total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
 dist.barrier()
-destroy_process_group()
-destroy_process_group()
+dist.destroy_process_group()
 print(json.dumps([context.rank, context.world_size, context.local_rank, str(context.torch_device), total.item()]))
 """
 

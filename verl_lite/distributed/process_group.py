@@ -36,63 +36,44 @@ class RankContext:
 
 
 def init_process_group(
-    rank: int,
-    world_size: int,
-    master_addr: str,
-    master_port: int,
-    device: str,
-    timeout_s: float,
-    *,
-    local_rank: int | None = None,
-    local_world_size: int | None = None,
-    listener: socket.socket | None = None,
-) -> RankContext:
-    """Join the default process group of `world_size` ranks that meet at rank 0's `master_addr:master_port`.
+    context: RankContext, address: str, port: int, timeout_s: float, *, listener: socket.socket | None = None
+) -> None:
+    """Join the default process group of the ranks that meet at rank 0's `address:port`.
 
     `listener` is rank 0's socket when it was bound before (see `bind_listener`).
-    `timeout_s` limits the meeting and later every collective. Ranks are taken to share one node unless told otherwise.
+    `timeout_s` limits the meeting and later every collective.
     """
     import torch
     import torch.distributed as dist
 
-    local_rank = rank if local_rank is None else local_rank
-    local_world_size = world_size if local_world_size is None else local_world_size
     # By itself gloo listens where the host's name resolves to, which in containers is often nowhere.
-    remote = local_world_size < world_size
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(master_addr, remote=remote))
+    remote = context.local_world_size < context.world_size
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address, remote=remote))
     if remote:  # nccl's own guess may be a network that the nodes do not share
         os.environ.setdefault("NCCL_SOCKET_IFNAME", os.environ["GLOO_SOCKET_IFNAME"])
     timeout = timedelta(seconds=timeout_s)
-    if device == "cuda":
+    on_gpu = context.device == "cuda"
+    if on_gpu:
         torch.cuda.set_device(0)
-    if rank == 0 and listener is None:
-        listener = bind_listener(master_addr, master_port)  # the store by itself would listen on every interface
+    if context.rank == 0 and listener is None:
+        listener = bind_listener(address, port)  # the store by itself would listen on every interface
     store = dist.TCPStore(
-        master_addr,
-        master_port,
-        world_size,
-        is_master=rank == 0,
+        address,
+        port,
+        context.world_size,
+        is_master=context.rank == 0,
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=os.dup(listener.fileno()) if listener is not None else None,
     )
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        "nccl" if on_gpu else "gloo",
         store=dist.PrefixStore("verl_lite", store),
-        rank=rank,
-        world_size=world_size,
+        rank=context.rank,
+        world_size=context.world_size,
         timeout=timeout,
-        device_id=torch.device("cuda", 0) if device == "cuda" else None,
+        device_id=context.torch_device if on_gpu else None,
     )
-    return RankContext(rank, world_size, local_rank, local_world_size, device)
-
-
-def destroy_process_group() -> None:
-    """Leave the default process group if this process is in one."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def bind_listener(address: str, port: int = 0) -> socket.socket:

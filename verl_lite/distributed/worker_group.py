@@ -161,16 +161,9 @@ class _Host:
         return self._guard(self._join, context, meeting_point, timeout_s, starting=True)
 
     def _join(self, context: RankContext, meeting_point: tuple[str, int], timeout_s: float) -> None:
-        self.context = init_process_group(
-            context.rank,
-            context.world_size,
-            *meeting_point,
-            context.device,
-            timeout_s,
-            local_rank=context.local_rank,
-            local_world_size=context.local_world_size,
-            listener=self.listener if context.rank == 0 else None,
-        )
+        listener = self.listener if context.rank == 0 else None
+        init_process_group(context, *meeting_point, timeout_s, listener=listener)
+        self.context = context
 
     def build(self, role: str, spec: bytes) -> Any:
         """`spec` comes pickled, so that the class is imported here, inside the guard and after the environment."""
