@@ -150,19 +150,6 @@ def test_a_batch_without_tokens_has_no_ratio_metrics_and_no_nan() -> None:
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rollout_is": "geometric"}, "rollout_is=geometric is unknown; known: null, token, sequence"),
-        ({"rollout_rs": "row"}, "rollout_rs=row is unknown"),
-        ({"rollout_is_threshold": 0.5}, "rollout_is_threshold=0.5 must be at least 1"),
-    ],
-)
-def test_what_cannot_work_is_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        corrected([[0.0]], **options)
-
-
 def test_probability_gap_by_hand() -> None:
     old, rollout = torch.tensor([[0.5, 0.75, 9.0]]).log(), torch.tensor([[0.25, 0.25, 0.1]]).log()
     metrics = rollout_probs_diff(old, rollout, torch.tensor([[1, 1, 0]]))

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from verl_lite.algorithms.lr_schedule import SCHEDULES, learning_rate
+from verl_lite.algorithms.lr_schedule import learning_rate
 
 
 def rates(total: int, **options: object) -> list[float]:
     return [learning_rate(step, lr=1.0, total_steps=total, **options) for step in range(total)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
 @pytest.mark.parametrize("warmup", [-1, 0, 1, 5])
 @pytest.mark.parametrize("total", [1, 2, 10])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
@@ -54,8 +54,3 @@ def test_cosine_by_hand() -> None:
 
 def test_steps_beyond_the_end_keep_the_last_rate() -> None:
     assert learning_rate(50, lr=1.0, total_steps=10, schedule="linear", min_lr_ratio=0.1) == pytest.approx(0.1)
-
-
-def test_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="lr_scheduler_type=cosin is unknown; known: constant, cosine, linear"):
-        learning_rate(0, lr=1.0, total_steps=1, schedule="cosin")

@@ -287,11 +287,6 @@ def test_vanilla_by_hand(advantage: float, ratio: float, high: float, loss: floa
     assert float(outputs.metrics["pg_clipfrac_lower"]) == lower
 
 
-def test_dual_clip_bound_must_exceed_one() -> None:
-    with pytest.raises(ValueError, match="clip_ratio_c=1.0 must be above 1"):
-        losses.vanilla(one_row([1.0], [1.0]), clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=1.0)
-
-
 # gspo: s = sqrt(4 * 1) = 2, clipped to 1.28 where A > 0. gpg: -A log 4. kl_cov, nothing selected: -A r.
 # geo_mean: A = 0 -> 0, see below. cispo: -1.28 log 4. sapo: -4 sigmoid(3), and (4 / 1.05) / 2 at r = 1.
 @pytest.mark.parametrize(

@@ -18,9 +18,6 @@ from torch import Tensor
 
 from verl_lite.algorithms.aggregate import masked_mean, masked_sum, masked_var
 
-LEVELS_IS = ("token", "sequence")
-LEVELS_RS = ("token", "sequence", "geometric")
-
 
 @dataclass(frozen=True)
 class RolloutCorrection:
@@ -45,9 +42,7 @@ def correct_rollout(
 
     rollout_rs_threshold=None takes rollout_is_threshold. With both None it only measures (at token level).
     """
-    _check(rollout_is, LEVELS_IS, rollout_is_threshold, "rollout_is")
     rs_threshold = rollout_is_threshold if rollout_rs_threshold is None else rollout_rs_threshold
-    _check(rollout_rs, LEVELS_RS, rs_threshold, "rollout_rs")
     mask = response_mask.bool()
     log_ratio = (old_log_probs - rollout_log_probs).where(mask, 0.0)
     metrics = _mismatch(old_log_probs, rollout_log_probs, log_ratio, mask)
@@ -87,18 +82,11 @@ def rollout_probs_diff(old_log_probs: Tensor, rollout_log_probs: Tensor, respons
     }
 
 
-def _check(level: str | None, levels: tuple[str, ...], threshold: float, name: str) -> None:
-    key = f"algorithm.rollout_correction.{name}"
-    if level is not None and level not in levels:
-        raise ValueError(f"{key}={level} is unknown; known: null, {', '.join(levels)}.")
-    if threshold < 1:
-        raise ValueError(f"{key}_threshold={threshold} must be at least 1: a ratio of 1 means no mismatch.")
-
-
 def _ratio(log_ratio: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
     """Ratios as [B, T] (token) or [B, 1], and which of them count."""
     if level == "token":
         return log_ratio.clamp(-20.0, 20.0).exp(), mask
+    assert level in ("sequence", "geometric"), "the config knows no other"
     per_row = masked_sum(log_ratio, mask, -1) if level == "sequence" else masked_mean(log_ratio, mask, -1)
     return per_row.clamp(-20.0, 20.0).exp()[:, None], mask.any(-1, keepdim=True)
 

@@ -73,8 +73,6 @@ def vanilla(
     PPO eq. 7, https://arxiv.org/abs/1707.06347; separate bounds: DAPO §3.1, https://arxiv.org/abs/2503.14476;
     dual clip: D. Ye et al. eq. 5, https://arxiv.org/abs/1912.09729
     """
-    if clip_ratio_c <= 1:
-        raise ValueError(f"actor.clip_ratio_c={clip_ratio_c} must be above 1: it bounds the ratio where A < 0.")
     tokens = _Tokens(inputs)
     clipped_once, clipped = tokens.clipped_surrogate(tokens.log_ratio.exp(), clip_ratio_low, clip_ratio_high)
     bound = -clip_ratio_c * tokens.advantages
