@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from tiny import CHARACTERS
 
@@ -101,14 +99,6 @@ def test_a_baseline_is_one_greedy_response_whatever_the_keys_of_sampling_say() -
     rollout = rollout_config(temperature=0.9, n=5, val_kwargs=ValKwargs(n=2, do_sample=True, temperature=1.0))
     baseline = sampling_options(rollout, 16, "baseline")
     assert (baseline.n, baseline.temperature, baseline.max_tokens) == (1, 0.0, 16)
-
-
-def test_several_greedy_validation_responses_are_warned_about() -> None:
-    with pytest.warns(UserWarning, match="val_kwargs.n=2 with greedy decoding gives 2 equal responses"):
-        sampling_options(rollout_config(val_kwargs=ValKwargs(n=2)), 16, "validate")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sampling_options(rollout_config(), 16, "validate")
 
 
 def test_seeds_differ_by_run_step_and_prompt_and_leave_room_for_n() -> None:

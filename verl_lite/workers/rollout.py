@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -132,12 +131,6 @@ def sampling_options(rollout: RolloutConfig, max_response_length: int, purpose: 
     """How to decode; what the keys say of training leaves no trace in validation, nor the other way round."""
     source: RolloutConfig | ValKwargs = rollout.val_kwargs if purpose == "validate" else rollout
     greedy = purpose == "baseline" or not source.do_sample or source.temperature == 0
-    if purpose == "validate" and source.n > 1 and greedy:
-        warnings.warn(
-            f"actor_rollout_ref.rollout.val_kwargs.n={source.n} with greedy decoding gives {source.n} equal responses; "
-            "set val_kwargs.do_sample=True and a temperature",
-            stacklevel=2,
-        )
     return SamplingOptions(
         n=1 if purpose == "baseline" else source.n,
         temperature=0.0 if greedy else source.temperature,
