@@ -42,17 +42,17 @@ def test_an_edited_file_is_loaded_anew(tmp_path: Path) -> None:
     assert resolve(f"{path}:score", key="k")() == 2
 
 
-def test_relative_paths_count_from_the_start_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_count_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "sub", "def score(): return 3")
-    assert resolve("sub/own.py:score", key="k", start_folder=tmp_path)() == 3
     monkeypatch.chdir(tmp_path)
     assert resolve("./sub/own.py:score", key="k")() == 3
 
 
-def test_absolute_spec_is_for_processes_elsewhere(tmp_path: Path) -> None:
-    assert absolute_spec("sub/own.py:score", tmp_path) == f"{tmp_path}/sub/own.py:score"
-    assert absolute_spec("json:dumps", tmp_path) == "json:dumps"
-    assert absolute_spec("grpo", tmp_path) == "grpo"
+def test_absolute_spec_is_for_processes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute_spec("sub/own.py:score") == f"{tmp_path}/sub/own.py:score"
+    assert absolute_spec("json:dumps") == "json:dumps"
+    assert absolute_spec("grpo") == "grpo"
 
 
 def test_a_file_may_define_dataclasses_under_postponed_annotations(tmp_path: Path) -> None:

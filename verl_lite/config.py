@@ -720,19 +720,19 @@ PLUGIN_KEYS = (
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 VLLM_TEMPERATURES = (0.01, 2.0)
-PENDING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "actor_rollout_ref.model.lora_rank": ((), "LoRA is not built yet"),
-    "actor_rollout_ref.model.lora_adapter_path": ((), "LoRA is not built yet"),
-    "critic.model.lora_rank": ((), "LoRA is not built yet"),
-    "critic.model.lora_adapter_path": ((), "LoRA is not built yet"),
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": ((), "sequence parallelism is not built yet"),
-    "critic.ulysses_sequence_parallel_size": ((), "sequence parallelism is not built yet"),
-    "actor_rollout_ref.actor.fsdp_config.fsdp_size": ((), "sharding over part of the ranks is not built yet"),
-    "critic.fsdp.fsdp_size": ((), "sharding over part of the ranks is not built yet"),
-    "actor_rollout_ref.rollout.nnodes": ((), "generation on nodes of its own is not built yet"),
-    "reward.reward_model.ulysses_sequence_parallel_size": ((), "sequence parallelism is not built yet"),
+PENDING = {
+    "actor_rollout_ref.model.lora_rank": "LoRA is not built yet",
+    "actor_rollout_ref.model.lora_adapter_path": "LoRA is not built yet",
+    "critic.model.lora_rank": "LoRA is not built yet",
+    "critic.model.lora_adapter_path": "LoRA is not built yet",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "sequence parallelism is not built yet",
+    "critic.ulysses_sequence_parallel_size": "sequence parallelism is not built yet",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": "sharding over part of the ranks is not built yet",
+    "critic.fsdp.fsdp_size": "sharding over part of the ranks is not built yet",
+    "actor_rollout_ref.rollout.nnodes": "generation on nodes of its own is not built yet",
+    "reward.reward_model.ulysses_sequence_parallel_size": "sequence parallelism is not built yet",
 }
-"""Known keys nothing reads yet: key -> (values accepted beside the default, why). Remove a line to switch one on."""
+"""Known keys nothing reads yet: any other value than the default is refused. Remove a line to switch one on."""
 
 
 def near_names(name: str, candidates: Sequence[str], count: int = 3) -> list[str]:
@@ -763,8 +763,8 @@ def validate(config: Config) -> list[str]:
     problems = [
         problem for name, value in flat.items() if not follows(flat, name) and (problem := range_problem(name, value))
     ]
-    for name, (accepted, why) in PENDING.items():
-        if flat[name] != leaf_keys()[name].default and flat[name] not in accepted:
+    for name, why in PENDING.items():
+        if flat[name] != leaf_keys()[name].default:
             problems.append(f"{name}={show(flat[name])}: {why}")
 
     def refuse(wrong: bool, message: str) -> None:

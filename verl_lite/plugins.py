@@ -15,17 +15,17 @@ from types import ModuleType
 from typing import Any
 
 
-def resolve(spec: str, table: Mapping[str, str] | None = None, *, key: str, start_folder: str | Path = ".") -> Any:
+def resolve(spec: str, table: Mapping[str, str] | None = None, *, key: str) -> Any:
     """Return what `spec` names: an entry of `table`, or anything by import path; `key` is the config key, for errors.
 
-    A relative file path counts from `start_folder`. Raises ValueError with the way out: near names, the path that does
+    Raises ValueError with the way out: near names, the path that does
     not exist, what the file does define, or file and line of an error in it.
     """
     path = (table or {}).get(spec, spec)
     place, colon, attribute = path.rpartition(":")
     if not colon or not place or not attribute:
         raise ValueError(_unknown(spec, table, key))
-    module = _load_file(place, key, start_folder) if place.endswith(".py") else _import(place, key)
+    module = _load_file(place, key) if place.endswith(".py") else _import(place, key)
     found: Any = module
     for part in attribute.split("."):
         try:
@@ -35,10 +35,10 @@ def resolve(spec: str, table: Mapping[str, str] | None = None, *, key: str, star
     return found
 
 
-def absolute_spec(spec: str, start_folder: str | Path = ".") -> str:
+def absolute_spec(spec: str) -> str:
     """'path/file.py:attribute' with an absolute path, for processes with another working folder; else unchanged."""
     place, _, attribute = spec.rpartition(":")
-    return f"{_absolute(place, start_folder)}:{attribute}" if place.endswith(".py") else spec
+    return f"{_absolute(place)}:{attribute}" if place.endswith(".py") else spec
 
 
 def option_names(*functions: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -108,8 +108,8 @@ def _defines(module: ModuleType, wanted: str) -> str:
     return f"It defines: {', '.join(names) or 'nothing'}{_near(wanted, names)}."
 
 
-def _absolute(place: str, start_folder: str | Path) -> Path:
-    return (Path(start_folder) / Path(place).expanduser()).resolve()
+def _absolute(place: str) -> Path:
+    return Path(place).expanduser().resolve()
 
 
 def _import(name: str, key: str) -> ModuleType:
@@ -121,8 +121,8 @@ def _import(name: str, key: str) -> ModuleType:
         raise ValueError(f"{key}: {name} cannot be imported: {error}") from error
 
 
-def _load_file(place: str, key: str, start_folder: str | Path) -> ModuleType:
-    path = _absolute(place, start_folder)
+def _load_file(place: str, key: str) -> ModuleType:
+    path = _absolute(place)
     if not path.is_file():
         raise ValueError(f"{key}: there is no file {path}.")
     # Path and content make the name, so that equal file names don't meet and an edited file is loaded anew.

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import comb
-from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 
 from verl_lite.protocol import DataProto
@@ -91,12 +91,9 @@ def compute_seqlen_metrics(lengths: Sequence[int], rank_rows: Sequence[Sequence[
 
 
 def compute_memory_metrics() -> dict[str, float]:
-    """perf/cpu_memory_used_gb: GiB of the driver's machine that are not available; Linux only."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return {}
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in meminfo.read_text().splitlines()}
-    return {"perf/cpu_memory_used_gb": (kib["MemTotal"] - kib["MemAvailable"]) / 1024**2}
+    """perf/cpu_memory_used_gb: GiB of the driver's machine that are not available."""
+    memory = psutil.virtual_memory()
+    return {"perf/cpu_memory_used_gb": (memory.total - memory.available) / 2**30}
 
 
 # Dense bfloat16 FLOP/s without sparsity, from NVIDIA's data sheets; matched against the device's name in this order.
@@ -203,22 +200,13 @@ def _prompt_statistics(name: str, prompts: Sequence[Sequence[ScoredSample]], num
             continue
         variance = sum((value - mean) ** 2 for value in values) / len(values)
         collected[f"std@{num_answers}"].append(variance**0.5)
-        for n in _powers_of_two_and(num_answers):
+        for n in sorted({2**k for k in range(1, num_answers.bit_length())} | {num_answers}):
             collected[f"best@{n}/mean"].append(expected_best(values, n))
             collected[f"worst@{n}/mean"].append(-expected_best([-value for value in values], n))
         if all(answer.extra.get("pred") is not None for answer in answers):
             predictions = [str(answer.extra["pred"]) for answer in answers]
             collected[f"maj@{num_answers}/mean"].append(majority_value(values, predictions))
     return {statistic: sum(values) / len(values) for statistic, values in collected.items()}
-
-
-def _powers_of_two_and(limit: int) -> list[int]:
-    powers = []
-    n = 2
-    while n < limit:
-        powers.append(n)
-        n *= 2
-    return [*powers, limit]
 
 
 def expected_best(values: Sequence[float], n: int) -> float:
