@@ -20,12 +20,11 @@ from verl_lite.distributed.checkpoint import load_engine, save_engine
 from verl_lite.distributed.memory import own_memory_bytes
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.models.export import HFExport
-from verl_lite.models.forward import to_rows
 from verl_lite.plugins import pick_options, resolve
 from verl_lite.protocol import DataProto
 from verl_lite.rollout.weight_transfer import WeightUpdate, make_publisher
-from verl_lite.workers.policy import build_policy_engine, model_inputs, score_tokens
-from verl_lite.workers.update import MiniBatchResult, Shares, train_mini_batches
+from verl_lite.workers.policy import build_policy_engine, score_tokens
+from verl_lite.workers.update import MiniBatchResult, Shares, forward_micro_batches, train_mini_batches
 
 
 class ActorWorker:
@@ -72,9 +71,14 @@ class ActorWorker:
 
     def compute_log_probs(self, shard: DataProto, schedule: RankSchedule) -> DataProto:
         """`old_log_probs` and `entropies` (nats) of the shard's rows, each [B, R], 0 where `response_mask` is 0."""
+
+        def score(rows: DataProto) -> dict[str, Tensor]:
+            log_probs, entropies = score_tokens(self.engine, rows, packed=self.packed, with_entropy=True)
+            assert entropies is not None, "asked for"
+            return {"old_log_probs": log_probs, "entropies": entropies}
+
         with self.engine.phase("old_log_prob"):
-            scored = score_tokens(self.engine, shard, schedule, packed=self.packed, with_entropy=True)
-        return scored.rename({"log_probs": "old_log_probs"})
+            return forward_micro_batches(shard, schedule, score)
 
     def update(
         self, shard: DataProto, schedule: RankSchedule, *, totals: Sequence[MiniBatchTotals], lr: float
@@ -93,8 +97,9 @@ class ActorWorker:
     def _loss(self, rows: DataProto, selected: Tensor | None, shares: Shares) -> Tensor:
         """This micro-batch's share of the mini-batch's loss; its metrics go to `shares`."""
         actor, mask = self.actor, rows.batch["response_mask"].to(self.engine.device)
-        log_probs, entropies = self._score(rows, with_entropy=actor.entropy_coeff != 0)
-
+        log_probs, entropies = score_tokens(
+            self.engine, rows, packed=self.packed, with_entropy=actor.entropy_coeff != 0
+        )
         outputs = self.policy_loss(
             self._loss_inputs(rows, log_probs, selected), **pick_options(self.policy_loss, self.options)
         )
@@ -117,13 +122,6 @@ class ActorWorker:
     def _aggregate(self, values: Tensor, mask: Tensor, shares: Shares) -> Tensor:
         return aggregate_loss(values, mask, self.actor.loss_agg_mode, shares.totals, self.actor.loss_scale_factor)
 
-    def _score(self, rows: DataProto, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        mask = rows.batch["response_mask"].to(self.engine.device)
-        log_probs, entropies = self.engine.module(
-            model_inputs(rows, self.engine.device, packed=self.packed), with_entropy=with_entropy
-        )
-        return to_rows(log_probs, mask), None if entropies is None else to_rows(entropies, mask)
-
     def _loss_inputs(self, rows: DataProto, log_probs: Tensor, selected: Tensor | None = None) -> PolicyLossInputs:
         columns = {
             name: rows.batch[name].to(self.engine.device)
@@ -139,7 +137,7 @@ class ActorWorker:
         fields = ("log_probs", "old_log_probs", "advantages", "response_mask")
         own: list[tuple[Tensor, ...]] = []
         for rows in micros:
-            log_probs, _ = self._score(rows, with_entropy=False)
+            log_probs, _ = score_tokens(self.engine, rows, packed=self.packed)
             inputs = self._loss_inputs(rows, log_probs)
             own.append((row_keys(rows.batch["input_ids"]), *(getattr(inputs, name).cpu() for name in fields)))
         everyone: list[list[tuple[Tensor, ...]]] = [[] for _ in range(self.engine.context.world_size)]

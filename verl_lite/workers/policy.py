@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from verl_lite.batching import RankSchedule
 from verl_lite.config import FSDPConfig, ModelConfig
 from verl_lite.distributed.fsdp import DTYPES, FSDPEngine
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.models.forward import ModelInputs, PolicyModel, prepare_inputs, to_rows
 from verl_lite.models.loading import decoder_layers, enable_gradient_checkpointing, load_causal_lm
 from verl_lite.protocol import DataProto
-from verl_lite.workers.update import forward_micro_batches
 
 
 def build_policy_engine(
@@ -40,16 +38,9 @@ def model_inputs(rows: DataProto, device: torch.device, *, packed: bool) -> Mode
 
 
 def score_tokens(
-    engine: FSDPEngine, shard: DataProto, schedule: RankSchedule, *, packed: bool, with_entropy: bool
-) -> DataProto:
-    """`log_probs` and, if asked, `entropies` of the shard's rows; each [B, R] on the CPU, 0 where the mask is 0."""
-
-    def score(rows: DataProto) -> dict[str, Tensor]:
-        mask = rows.batch["response_mask"].to(engine.device)
-        log_probs, entropies = engine.module(
-            model_inputs(rows, engine.device, packed=packed), with_entropy=with_entropy
-        )
-        columns = {"log_probs": to_rows(log_probs, mask)}
-        return columns if entropies is None else {**columns, "entropies": to_rows(entropies, mask)}
-
-    return forward_micro_batches(shard, schedule, score)
+    engine: FSDPEngine, rows: DataProto, *, packed: bool, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and, if asked, entropies (nats) of the rows' response tokens; each [B, R], 0 where the mask is 0."""
+    mask = rows.batch["response_mask"].to(engine.device)
+    log_probs, entropies = engine.module(model_inputs(rows, engine.device, packed=packed), with_entropy=with_entropy)
+    return to_rows(log_probs, mask), None if entropies is None else to_rows(entropies, mask)

@@ -7,6 +7,7 @@ from verl_lite.config import FSDPConfig, ModelConfig
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.protocol import DataProto
 from verl_lite.workers.policy import build_policy_engine, score_tokens
+from verl_lite.workers.update import forward_micro_batches
 
 
 class RefWorker:
@@ -27,8 +28,9 @@ class RefWorker:
     def compute_log_probs(self, shard: DataProto, schedule: RankSchedule) -> DataProto:
         """`ref_log_probs` [B, R] of the shard's rows."""
         with self.engine.phase("ref"):
-            scored = score_tokens(self.engine, shard, schedule, packed=self.packed, with_entropy=False)
-        return scored.rename({"log_probs": "ref_log_probs"})
+            return forward_micro_batches(
+                shard, schedule, lambda rows: {"ref_log_probs": score_tokens(self.engine, rows, packed=self.packed)[0]}
+            )
 
     def pop_peak_memory(self) -> dict[str, int]:
         """Bytes of the phases since the last call."""
