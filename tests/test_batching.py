@@ -12,20 +12,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_lite.batching import BatchPlan, PlanError, Schedule, build_schedules, forward_schedule
+from verl_lite.batching import BatchPlan, MicroLimit, PlanError, Schedule, build_schedules, forward_schedule
 from verl_lite.config import Config, resolve, unflatten
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def schedule(lengths: Sequence[int], **changes: Any) -> Schedule:
+KEY = f"{ACTOR}.ppo_max_token_len_per_gpu"
+
+
+def schedule(
+    lengths: Sequence[int], *, micro_batch_rows: int = 10**6, max_token_len: int | None = None, **changes: Any
+) -> Schedule:
     """One epoch's schedule; by default one mini-batch, one rank, no limit that bites."""
+    limit = MicroLimit(KEY, rows=micro_batch_rows) if max_token_len is None else MicroLimit(KEY, tokens=max_token_len)
     options: dict[str, Any] = {
         "mini_batch_rows": len(lengths), "epochs": 1, "dp_size": 1, "balance": True, "shuffle": False, "seed": 0,
     } | changes  # fmt: skip
-    if not {"micro_batch_rows", "max_token_len"} & set(changes):
-        options["micro_batch_rows"] = 10**6
-    return build_schedules(lengths, **options)[0]
+    return build_schedules(lengths, limit=limit, **options)[0]
 
 
 def micro_batches(lengths: Sequence[int], of: Schedule) -> list[list[list[list[int]]]]:
@@ -61,11 +65,11 @@ def test_six_rows_of_5_tokens_with_limit_6_run_one_by_one() -> None:
 
 
 def test_a_row_above_the_token_limit_is_refused_with_length_limit_and_key() -> None:
-    key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    with pytest.raises(ValueError, match=rf"{key}=6 is below the 9 tokens of row 1.*at least 9"):
+    with pytest.raises(ValueError, match=rf"{KEY}=6 is below the 9 tokens of row 1.*at least 9"):
         schedule([5, 9, 5], max_token_len=6)
     with pytest.raises(ValueError, match=r"critic\.ppo_max_token_len_per_gpu=6"):
-        forward_schedule([9], dp_size=1, max_token_len=6, balance=True, limit_key="critic.ppo_max_token_len_per_gpu")
+        limit = MicroLimit("critic.ppo_max_token_len_per_gpu", tokens=6)
+        forward_schedule([9], dp_size=1, limit=limit, balance=True)
 
 
 def test_token_packing_uses_as_few_micro_batches_as_there_can_be() -> None:
@@ -114,8 +118,9 @@ def test_mini_batches_of_sequences_shuffle_sequences() -> None:
 
 def test_without_shuffle_mini_batches_are_consecutive_in_every_epoch() -> None:
     first, second = build_schedules(
-        [1] * 6, mini_batch_rows=2, epochs=2, dp_size=1, micro_batch_rows=2, balance=True, shuffle=False, seed=0
-    )
+        [1] * 6, mini_batch_rows=2, epochs=2, dp_size=1, limit=MicroLimit(KEY, rows=2), balance=True, shuffle=False,
+        seed=0,
+    )  # fmt: skip
     assert [mini.rows for mini in first.mini_batches] == [(0, 1), (2, 3), (4, 5)]
     assert first == second
 
@@ -123,8 +128,9 @@ def test_without_shuffle_mini_batches_are_consecutive_in_every_epoch() -> None:
 def test_shuffle_draws_a_new_order_each_epoch_and_the_same_one_from_the_same_seed() -> None:
     def orders(seed: int) -> list[list[int]]:
         schedules = build_schedules(
-            [1] * 32, mini_batch_rows=8, epochs=3, dp_size=2, micro_batch_rows=4, balance=True, shuffle=True, seed=seed
-        )
+            [1] * 32, mini_batch_rows=8, epochs=3, dp_size=2, limit=MicroLimit(KEY, rows=4), balance=True, shuffle=True,
+            seed=seed,
+        )  # fmt: skip
         return [[row for mini in of.mini_batches for row in mini.rows] for of in schedules]
 
     first = orders(1)
@@ -172,12 +178,12 @@ def test_the_laws_of_a_schedule(data: st.DataObject) -> None:
     balance, shuffle, seed = data.draw(st.booleans()), data.draw(st.booleans()), data.draw(st.integers(0, 99))
     by_tokens = data.draw(st.booleans(), "by_tokens")
     limit = data.draw(st.integers(max(lengths), 2 * longest) if by_tokens else st.integers(1, 12), "limit")
-    limits = {"max_token_len": limit} if by_tokens else {"micro_batch_rows": limit}
+    limits = MicroLimit(KEY, tokens=limit) if by_tokens else MicroLimit(KEY, rows=limit)
 
     def build(dp_size: int) -> list[Schedule]:
         return build_schedules(
             lengths, mini_batch_rows=mini_rows, epochs=epochs, dp_size=dp_size, balance=balance, shuffle=shuffle,
-            seed=seed, group_size=group_size, **limits,
+            seed=seed, group_size=group_size, limit=limits,
         )  # fmt: skip
 
     schedules = build(dp_size)
@@ -210,8 +216,8 @@ def test_the_laws_of_a_schedule(data: st.DataObject) -> None:
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=30), dp_size=st.integers(1, 6), dynamic=st.booleans())
 def test_results_of_a_forward_pass_return_to_their_rows(lengths: list[int], dp_size: int, dynamic: bool) -> None:
-    limit = {"max_token_len": 20} if dynamic else {"micro_batch_rows": 4}
-    of = forward_schedule(lengths, dp_size=dp_size, balance=True, **limit)
+    limit = MicroLimit(KEY, tokens=20) if dynamic else MicroLimit(KEY, rows=4)
+    of = forward_schedule(lengths, dp_size=dp_size, limit=limit, balance=True)
     results = []
     for rank in range(dp_size):
         rows = sum(of.rank_schedule(rank).mini_sizes)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny import CHARACTERS
 
 from verl_lite.algorithms.aggregate import MiniBatchTotals
-from verl_lite.batching import Schedule, build_schedules, forward_schedule
+from verl_lite.batching import MicroLimit, Schedule, build_schedules, forward_schedule
 from verl_lite.config import ActorConfig, CriticConfig, FSDPConfig, ModelConfig, TrainFSDPConfig
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.protocol import DataProto
@@ -82,13 +82,17 @@ def make_critic(context: RankContext, path: str, **keys: Any) -> CriticWorker:
     return CriticWorker(context, critic=critic, loss_scale_factor=10.0)
 
 
+def micro_limit(micro_batch_rows: int | None = None, max_token_len: int | None = None) -> MicroLimit:
+    return MicroLimit("a test's limit", micro_batch_rows, max_token_len)
+
+
 def cut(
     batch: DataProto, context: RankContext, *, mini: int | None = None, epochs: int = 1, **cut: Any
 ) -> list[Schedule]:
     """The schedules of an update; cut: micro_batch_rows or max_token_len."""
     return build_schedules(
         lengths(batch), mini_batch_rows=mini or len(batch), epochs=epochs, dp_size=context.world_size,
-        balance=True, shuffle=False, seed=0, **cut,
+        limit=micro_limit(**cut), balance=True, shuffle=False, seed=0,
     )  # fmt: skip
 
 
@@ -108,7 +112,7 @@ def update(
 
 def forward_pass(method: Any, batch: DataProto, context: RankContext, **cut: Any) -> DataProto:
     """A worker's forward method over the batch, in the order of its rows; cut: micro_batch_rows or max_token_len."""
-    schedule = forward_schedule(lengths(batch), dp_size=context.world_size, balance=True, **cut)
+    schedule = forward_schedule(lengths(batch), dp_size=context.world_size, limit=micro_limit(**cut), balance=True)
     own = method(batch[schedule.rank_rows(context.rank)], schedule.rank_schedule(context.rank))
     return DataProto.concat(all_gather(own))[schedule.inverse_order()]
 

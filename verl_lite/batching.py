@@ -41,17 +41,14 @@ class MicroLimit:
     """The upper bound of a micro-batch: in rows or in tokens, never both."""
 
     key: str  # the dotted key that sets it
-    rows: int | None
-    tokens: int | None  # over the sequence-parallel ranks that share a row
+    rows: int | None = None
+    tokens: int | None = None  # over the sequence-parallel ranks that share a row
 
     def cut(self, rows: int) -> list[int] | None:
         """Micro-batches of this many rows: 256 at most 80 each are 80, 80, 80, 16. None: the lengths decide."""
         if self.rows is None:
             return None
         return [min(self.rows, rows - start) for start in range(0, rows, self.rows)]
-
-    def arguments(self) -> dict[str, Any]:
-        return {"micro_batch_rows": self.rows, "max_token_len": self.tokens, "limit_key": self.key}
 
     def table_row(self, name: str, rows: int) -> Row:
         if self.rows is None:
@@ -126,27 +123,24 @@ def build_schedules(
     mini_batch_rows: int,
     epochs: int,
     dp_size: int,
-    micro_batch_rows: int | None = None,
-    max_token_len: int | None = None,
+    limit: MicroLimit,
     balance: bool,
     shuffle: bool,
     seed: int,
     group_size: int = 1,
-    limit_key: str = f"{ACTOR}.ppo_max_token_len_per_gpu",
 ) -> list[Schedule]:
     """The schedules of one update, one per epoch.
 
     lengths: tokens (prompt + response) of each row of the train batch; rows of one prompt stand side by side.
     mini_batch_rows: sequences per optimizer step; the last mini-batch is shorter when they don't divide the rows.
     group_size: rows that shuffling keeps together (rollout.n when mini-batches count prompts, 1 when sequences).
-    micro_batch_rows or max_token_len (exactly one): the upper bound of a micro-batch, in rows or in tokens.
     seed: orders are drawn from (seed, epoch); pass another seed at each training step to get other orders there.
 
     Guaranteed: every row once per epoch; mini-batches depend on (seed, epoch) and never on `dp_size` or on lengths; the
     ranks' row counts differ by at most one, in each mini-batch and over the epoch; with `balance` the ranks' token
     counts in a mini-batch differ by at most its longest row.
 
-    ValueError: a row longer than `max_token_len`.
+    ValueError: a row of more than `limit.tokens`.
     """
     num_rows = len(lengths)
     assert num_rows > 0, "an update needs at least one row"
@@ -154,8 +148,7 @@ def build_schedules(
     assert mini_batch_rows > 0 and mini_batch_rows % group_size == 0, (
         f"mini-batches of {mini_batch_rows} rows would cut groups of {group_size}"
     )
-    assert (micro_batch_rows is None) != (max_token_len is None), "give micro_batch_rows or max_token_len, not both"
-    limit = MicroLimit(limit_key, micro_batch_rows, max_token_len)
+    assert (limit.rows is None) != (limit.tokens is None), "a limit is in rows or in tokens, not both"
     schedules = []
     for epoch in range(epochs):
         groups = list(range(num_rows // group_size))
@@ -173,15 +166,7 @@ def build_schedules(
     return schedules
 
 
-def forward_schedule(
-    lengths: Sequence[int],
-    *,
-    dp_size: int,
-    micro_batch_rows: int | None = None,
-    max_token_len: int | None = None,
-    balance: bool,
-    limit_key: str = f"{ACTOR}.ppo_max_token_len_per_gpu",
-) -> Schedule:
+def forward_schedule(lengths: Sequence[int], *, dp_size: int, limit: MicroLimit, balance: bool) -> Schedule:
     """The schedule of a pass without gradient (log-probs, values, rewards): all rows as one mini-batch, in any order.
 
     Results come back in the batch's order through `Schedule.inverse_order`.
@@ -191,12 +176,10 @@ def forward_schedule(
         mini_batch_rows=len(lengths),
         epochs=1,
         dp_size=dp_size,
-        micro_batch_rows=micro_batch_rows,
-        max_token_len=max_token_len,
+        limit=limit,
         balance=balance,
         shuffle=False,
         seed=0,
-        limit_key=limit_key,
     )
     return schedule
 
@@ -383,9 +366,17 @@ class UpdatePlan:
 
     def schedules(self, lengths: Sequence[int], seed: int) -> list[Schedule]:
         """One schedule per epoch for rows of these lengths (tokens); see `build_schedules`."""
-        size, order = self.mini_batch_sequences, {"shuffle": self.shuffle, "seed": seed, "group_size": self.group_size}
-        how: dict[str, Any] = {"dp_size": self.dp_size, "balance": self.balance, **self.micro.arguments(), **order}
-        return build_schedules(lengths, mini_batch_rows=size, epochs=self.epochs, **how)
+        return build_schedules(
+            lengths,
+            mini_batch_rows=self.mini_batch_sequences,
+            epochs=self.epochs,
+            dp_size=self.dp_size,
+            limit=self.micro,
+            balance=self.balance,
+            shuffle=self.shuffle,
+            seed=seed,
+            group_size=self.group_size,
+        )
 
     def to_json(self) -> dict[str, Any]:
         micro, (prompts, rest) = self.micro_batch_rows, divmod(self.mini_batch_sequences, self.responses_per_prompt)
@@ -429,7 +420,7 @@ class PassPlan:
 
     def schedule(self, lengths: Sequence[int]) -> Schedule:
         """The schedule for rows of these lengths (tokens); see `forward_schedule`."""
-        return forward_schedule(lengths, dp_size=self.dp_size, balance=self.balance, **self.micro.arguments())
+        return forward_schedule(lengths, dp_size=self.dp_size, limit=self.micro, balance=self.balance)
 
 
 @dataclass(frozen=True)
@@ -557,8 +548,8 @@ class _Phase(NamedTuple):
 
     def limit(self, cfg: Config) -> MicroLimit:
         if _get(cfg, self.dynamic):
-            return MicroLimit(self.tokens, None, _get(cfg, self.tokens) * _get(cfg, self.ranks_per_row))
-        return MicroLimit(self.rows, _get(cfg, self.rows), None)
+            return MicroLimit(self.tokens, tokens=_get(cfg, self.tokens) * _get(cfg, self.ranks_per_row))
+        return MicroLimit(self.rows, rows=_get(cfg, self.rows))
 
 
 def _phases(cfg: Config) -> dict[str, _Phase]:
