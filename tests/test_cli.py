@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from verl_lite.cli import ConfigError, compose, loss_options, recipe_folder
+from verl_lite.cli import ConfigError, compose, recipe_folder
 from verl_lite.config import Config, flatten, leaf_keys
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{role}." for role in ("actor", "rollout", "ref"))
@@ -325,12 +325,6 @@ def test_an_option_of_another_loss_is_refused() -> None:
 
 def test_a_loss_option_with_a_key_of_its_own_points_there() -> None:
     assert f"set {ACTOR}clip_ratio_low" in problem_of(f"{ACTOR}policy_loss.clip_ratio_low=0.1")
-
-
-def test_loss_options_read_from_the_source_are_those_of_the_functions() -> None:
-    assert loss_options("vanilla") == ()
-    assert loss_options("clip_cov") == ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")
-    assert loss_options("kl_cov") == ("ppo_kl_coef", "kl_cov_ratio")
 
 
 def test_options_of_the_users_own_loss_are_left_to_the_check_that_imports_it(tmp_path: Path) -> None:

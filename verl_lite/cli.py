@@ -7,7 +7,6 @@ line each, scalars become lists where a list is wanted, and all problems are rep
 
 from __future__ import annotations
 
-import ast
 import copy
 import fnmatch
 import os
@@ -73,6 +72,10 @@ USAGE = """usage: python -m {module} [--config-name RECIPE] [--config-dir FOLDER
 
 recipes: {recipes}
 """
+
+
+RESERVED_OPTIONS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "clip_ratio")
+"""Arguments of the losses that have a key of their own."""
 
 
 class ConfigError(ValueError):
@@ -540,14 +543,14 @@ def _check_tables(config: Config, given: _Given) -> Iterator[str]:
         given.warn("critic.enable", f"a critic is trained, but algorithm.adv_estimator={estimator} uses no values")
 
     loss = config.actor_rollout_ref.actor.policy_loss
-    losses = algorithms.POLICY_LOSSES
-    if loss.loss_mode in losses:
-        known = loss_options(loss.loss_mode)
+    options = algorithms.POLICY_LOSS_OPTIONS
+    if loss.loss_mode in algorithms.POLICY_LOSSES:
+        known = options.get(loss.loss_mode, ())
         for option, value in loss.options.items():
             if option in RESERVED_OPTIONS:
                 yield f"{LOSS}{option}={show(value)}: set actor_rollout_ref.actor.{option}"
             elif option not in known:
-                others = [name for name in losses if option in loss_options(name)]
+                others = [name for name, names in options.items() if option in names]
                 hint = f"; {', '.join(others)} has it" if others else ""
                 near = near_names(option, list(known), 1)
                 hint = f"; did you mean {near[0]}?" if near and not others else hint
@@ -555,23 +558,3 @@ def _check_tables(config: Config, given: _Given) -> Iterator[str]:
                 yield f"{LOSS}{option}: {has}{hint}"
             elif not isinstance(value, int | float) or isinstance(value, bool):
                 yield f"{LOSS}{option}={show(value)}: must be a number"
-
-
-RESERVED_OPTIONS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "row_keys", "clip_ratio")
-"""Arguments of the losses that have a key of their own, or none."""
-
-
-def loss_options(loss_mode: str) -> tuple[str, ...]:
-    """Names of a built-in loss's options, read from its source, since importing it would load torch."""
-    module, _, function = algorithms.POLICY_LOSSES[loss_mode].partition(":")
-    source = Path(__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
-    found = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    companions = [
-        argument.id
-        for decorator in found[function].decorator_list
-        if isinstance(decorator, ast.Call)
-        for argument in decorator.args
-        if isinstance(argument, ast.Name)
-    ]
-    names = [arg.arg for name in (function, *companions) for arg in found[name].args.kwonlyargs]
-    return tuple(dict.fromkeys(name for name in names if name not in RESERVED_OPTIONS))

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from verl_lite import algorithms
-from verl_lite.plugins import resolve
+from verl_lite.algorithms.policy_losses import selector
+from verl_lite.cli import RESERVED_OPTIONS
+from verl_lite.plugins import option_names, resolve
 
 TABLES = {
     name: getattr(algorithms, name)
@@ -30,6 +32,14 @@ def test_facts_speak_of_known_names() -> None:
     assert estimators - algorithms.ESTIMATORS_WITH_GROUPS == {"gae", "reinforce_plus_plus", "remax"}
     assert algorithms.POLICY_LOSSES.keys() >= algorithms.LOSSES_PER_SEQUENCE.keys()
     assert set(algorithms.LOSSES_PER_SEQUENCE.values()) <= algorithms.LOSS_AGGREGATIONS.keys()
+
+
+@pytest.mark.parametrize("name", algorithms.POLICY_LOSSES)
+def test_the_options_of_a_loss_are_the_arguments_that_have_no_key_of_their_own(name: str) -> None:
+    loss = resolve(name, algorithms.POLICY_LOSSES, key="loss_mode")
+    arguments = option_names(*filter(None, (loss, selector(loss))))
+    options = [argument for argument in arguments if argument not in (*RESERVED_OPTIONS, "row_keys")]
+    assert options == list(algorithms.POLICY_LOSS_OPTIONS.get(name, ()))
 
 
 def test_tables_plugins_and_schedule_load_no_torch() -> None:

@@ -29,6 +29,13 @@ POLICY_LOSSES: dict[str, str] = {
     name: f"{_POLICY}:{name}" for name in ("vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "sapo")
 }
 
+#: Their options, `actor.policy_loss.<option>`; a test compares them with the functions' arguments.
+POLICY_LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
+    "clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
+    "kl_cov": ("ppo_kl_coef", "kl_cov_ratio"),
+    "sapo": ("tau_pos", "tau_neg"),
+}
+
 #: the critic's loss: fn(ValueLossInputs, *, options) -> ValueLossOutputs
 VALUE_LOSSES: dict[str, str] = {"clipped": "verl_lite.algorithms.value_losses:clipped"}
 
