@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,9 @@ from verl_lite.data.prompts import EncodingError, encode_prompts, load_tokenizer
 from verl_lite.plugins import resolve
 from verl_lite.protocol import DataProto
 
-__all__ = ["PromptCounts", "PromptDataset", "build_dataset", "load_tokenizer"]
+__all__ = ["PromptDataset", "build_dataset", "load_tokenizer"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PromptCounts:
-    """What became of the prompts in the files."""
-
-    read: int
-    too_long: int  # longer than data.max_prompt_length: dropped, or truncated
-    kept: int
-    shortest: int  # tokens, over all that were read
-    longest: int
 
 
 class PromptDataset:
@@ -63,7 +51,7 @@ class PromptDataset:
             self._tokens = encode_prompts(prompts, tokenizer, apply_chat_template_kwargs, num_workers=num_workers)
         except EncodingError as error:
             raise ValueError(f"cannot tokenize {self._where(error.index)}: {error.message}") from error
-        self._kept, self.counts = self._apply_limit(filter_overlong_prompts)
+        self._kept = self._apply_limit(filter_overlong_prompts)
 
     def read_rows(self, path: str) -> Sequence[dict[str, Any]]:
         """The rows of one file, as dicts with verl's columns."""
@@ -136,36 +124,33 @@ class PromptDataset:
             raise ValueError(f"no rows in {', '.join(path for path, _ in self._files)}")
         return prompts
 
-    def _apply_limit(self, filter_overlong_prompts: bool) -> tuple[list[int], PromptCounts]:
+    def _apply_limit(self, filter_overlong_prompts: bool) -> list[int]:
+        """Places of the prompts that stay; says what became of those that are too long."""
         lengths, limit = self._tokens.lengths, self._max_prompt_length
-        if lengths.min() == 0:
+        shortest, longest, read = int(lengths.min()), int(lengths.max()), len(lengths)
+        if shortest == 0:
             raise ValueError(f"{self._where(int(lengths.argmin()))} has a prompt without a single token")
         too_long = lengths > limit
-        kept = np.flatnonzero(~too_long) if filter_overlong_prompts else np.arange(len(lengths))
-        counts = PromptCounts(len(lengths), int(too_long.sum()), len(kept), int(lengths.min()), int(lengths.max()))
-        if not len(kept):
+        over, first = int(too_long.sum()), int(too_long.argmax())
+        if over == read and filter_overlong_prompts:
             raise ValueError(
-                f"0 of {counts.read} prompts left: all are longer than data.max_prompt_length={limit}, the shortest "
-                f"has {counts.shortest} tokens; raise data.max_prompt_length to at least that"
+                f"0 of {read} prompts left: all are longer than data.max_prompt_length={limit}, the shortest "
+                f"has {shortest} tokens; raise data.max_prompt_length to at least that"
             )
-        if counts.too_long and not filter_overlong_prompts and self._truncation == "error":
-            first = int(too_long.argmax())
+        if over and not filter_overlong_prompts and self._truncation == "error":
             raise ValueError(
-                f"{counts.too_long} of {counts.read} prompts are longer than data.max_prompt_length={limit} (longest: "
-                f"{counts.longest} tokens; first: {self._where(first)} with {lengths[first]}); raise it, drop them "
-                "with data.filter_overlong_prompts=True, or cut them with data.truncation=left, right or middle"
+                f"{over} of {read} prompts are longer than data.max_prompt_length={limit} (longest: {longest} tokens; "
+                f"first: {self._where(first)} with {lengths[first]}); raise it, drop them with "
+                "data.filter_overlong_prompts=True, or cut them with data.truncation=left, right or middle"
             )
-        logger.info("%s", self._describe(counts, dropped=filter_overlong_prompts))
-        return kept.tolist(), counts
-
-    def _describe(self, counts: PromptCounts, *, dropped: bool) -> str:
         names = ", ".join("/".join(Path(path).parts[-2:]) for path, _ in self._files)
-        lengths = "–".join(map(str, dict.fromkeys((counts.shortest, counts.longest))))
-        text = f"{names}: {counts.read} prompts of {lengths} tokens"
-        if not counts.too_long:
-            return text
-        fate = f"dropped, {counts.kept} left" if dropped else f"cut (data.truncation={self._truncation})"
-        return f"{text}; {counts.too_long} longer than data.max_prompt_length={self._max_prompt_length} {fate}"
+        text = f"{names}: {read} prompts of {'–'.join(map(str, dict.fromkeys((shortest, longest))))} tokens"
+        if over:
+            dropped, cut = f"dropped, {read - over} left", f"cut (data.truncation={self._truncation})"
+            text += f"; {over} longer than data.max_prompt_length={limit} {dropped if filter_overlong_prompts else cut}"
+        logger.info("%s", text)
+        kept = np.flatnonzero(~too_long) if filter_overlong_prompts else np.arange(read)
+        return kept.tolist()
 
     def _truncate(self, ids: np.ndarray) -> np.ndarray:
         limit = self._max_prompt_length
