@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
@@ -160,9 +160,8 @@ def _order_slots(groups: list[PlacementGroup], device: str, timeout_s: float) ->
         for bundle in range(len(group.bundle_specs))
     ]
     placed.sort(key=lambda place: (addresses[place[0]], *place))
-    gpu_ids = [()] * len(placed) if device != "cuda" else _gpu_ids(groups, placed, timeout_s)
     nodes = [node for node, _, _ in placed]
-    return tuple(
+    slots = [
         Slot(
             index=index,
             node_id=node,
@@ -171,28 +170,24 @@ def _order_slots(groups: list[PlacementGroup], device: str, timeout_s: float) ->
             slots_on_node=nodes.count(node),
             group=groups[number],
             bundle=bundle,
-            gpu_ids=ids,
+            gpu_ids=(),
         )
-        for index, ((node, number, bundle), ids) in enumerate(zip(placed, gpu_ids, strict=True))
-    )
+        for index, (node, number, bundle) in enumerate(placed)
+    ]
+    if device == "cuda":
+        slots = [replace(slot, gpu_ids=ids) for slot, ids in zip(slots, _gpu_ids(slots, timeout_s), strict=True)]
+    return tuple(slots)
 
 
-def _gpu_ids(
-    groups: list[PlacementGroup], placed: list[tuple[str, int, int]], timeout_s: float
-) -> list[tuple[str, ...]]:
+def _gpu_ids(slots: Sequence[Slot], timeout_s: float) -> list[tuple[str, ...]]:
     """Ask inside each bundle which GPU it holds: Ray tells nobody else."""
     probe = ray.remote(num_cpus=0, num_gpus=1, max_retries=0)(_visible_gpus)
-    asked = [
-        probe.options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(groups[number], placement_group_bundle_index=bundle)
-        ).remote()
-        for _, number, bundle in placed
-    ]
+    asked = [probe.options(scheduling_strategy=slot.strategy).remote() for slot in slots]
     _, late = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
     if late:
         raise TimeoutError(
             f"{len(late)} of {len(asked)} slots did not say within trainer.start_timeout_s={timeout_s:g} s which GPU "
-            f"they have; the first is on node {placed[asked.index(late[0])][0]}"
+            f"they have; the first is on node {slots[asked.index(late[0])].node_address}"
         )
     return ray.get(asked)
 
