@@ -557,11 +557,6 @@ def unflatten(flat: Mapping[str, Any]) -> Config:
     return typing.cast(Config, build(Config, "", Config()))
 
 
-def nested(config: Config) -> dict[str, Any]:
-    """The config as plain nested dicts, secrets included; see `redacted`."""
-    return dataclasses.asdict(config)
-
-
 SECRET_NAME = re.compile(r"(^|[_.-])(key|apikey|token)s?$|secret|passw(or)?d|credential", re.IGNORECASE)
 NOT_SECRET = ("prompt_key", "reward_fn_key")
 COUNTED = re.compile(r"tokens?$", re.IGNORECASE)  # max_tokens=512 is a number and no secret
@@ -570,14 +565,14 @@ SHORTEST_SECRET = 6  # a shorter one is hidden where its name stands, but not lo
 
 
 def redacted(config: Config) -> dict[str, Any]:
-    """`nested` for printing and saving: without Ray's environment variables, passwords in URLs, texts named secret."""
-    return typing.cast(dict[str, Any], _hide(nested(config), "", []))
+    """For printing and saving: without Ray's environment variables, passwords in URLs, texts named secret."""
+    return typing.cast(dict[str, Any], _hide(dataclasses.asdict(config), "", []))
 
 
 def secrets_of(config: Config) -> list[str]:
     """The values that `redacted` hides and those of environment variables named like secrets, the longest first."""
     found = [value for name, value in os.environ.items() if SECRET_NAME.search(name)]
-    _hide(nested(config), "", found)
+    _hide(dataclasses.asdict(config), "", found)
     return sorted({value for value in found if len(value) >= SHORTEST_SECRET}, key=len, reverse=True)
 
 

@@ -437,7 +437,7 @@ def test_draw_is_uniform_over_rows_and_places() -> None:
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_a_loss_that_selects_refuses_to_run_without_selection(name: str) -> None:
     loss = resolve(name, POLICY_LOSSES, key="loss_mode")
-    with pytest.raises(ValueError, match=f"loss_mode={name} chooses tokens over the whole mini-batch"):
+    with pytest.raises(AssertionError, match="chooses tokens over the whole mini-batch"):
         loss(ragged_inputs(), **pick_options(loss, OPTIONS))
 
 

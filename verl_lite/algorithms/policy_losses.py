@@ -129,7 +129,7 @@ def clip_cov(inputs: PolicyLossInputs, *, clip_ratio_low: float, clip_ratio_high
     cov_t = (log pi_t - mean log pi) (A_t - mean A), means over the mini-batch's tokens: such tokens bring the entropy
     down. G. Cui et al. eq. 10-11, https://arxiv.org/abs/2505.22617
     """
-    tokens, selected = _Tokens(inputs), _selected(inputs, "clip_cov")
+    tokens, selected = _Tokens(inputs), _selected(inputs)
     losses, clipped = tokens.clipped_surrogate(tokens.log_ratio.exp(), clip_ratio_low, clip_ratio_high)
     return tokens.outputs(torch.where(selected, 0.0, losses), clipped | selected)
 
@@ -148,7 +148,7 @@ def kl_cov(inputs: PolicyLossInputs, *, ppo_kl_coef: float = 1.0) -> PolicyLossO
 
     G. Cui et al. eq. 12-13, https://arxiv.org/abs/2505.22617; cov as in clip_cov.
     """
-    tokens, selected = _Tokens(inputs), _selected(inputs, "kl_cov")
+    tokens, selected = _Tokens(inputs), _selected(inputs)
     losses = -tokens.advantages * tokens.log_ratio.exp()
     return tokens.outputs(losses + torch.where(selected, ppo_kl_coef * tokens.log_ratio.abs(), 0.0))
 
@@ -230,11 +230,8 @@ class _Tokens:
         return PolicyLossOutputs(losses.where(self.mask, 0.0), at_tokens)
 
 
-def _selected(inputs: PolicyLossInputs, loss: str) -> Tensor:
-    if inputs.selected is None:
-        raise ValueError(
-            f"loss_mode={loss} chooses tokens over the whole mini-batch: pass `selected`, from its select."
-        )
+def _selected(inputs: PolicyLossInputs) -> Tensor:
+    assert inputs.selected is not None, "this loss chooses tokens over the whole mini-batch: its select comes first"
     return inputs.selected.bool()
 
 

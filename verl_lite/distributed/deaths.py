@@ -7,6 +7,8 @@ import re
 import signal
 from pathlib import Path
 
+import psutil
+
 LOG_LINES = 15
 LOG_BYTES = 1 << 18
 _NOISE = re.compile(r"\d+%\||\bit/s\b|\bs/it\b|\[shutdown\]")  # tqdm's bars; how vLLM takes itself down
@@ -48,8 +50,6 @@ def describe_exit(code: int | None, oom_kills_before: int) -> str:
 
 def blame_memory(oom_kills_before: int) -> str:
     """What a process of this machine that was killed from outside may have died of."""
-    import psutil
-
     memory = psutil.virtual_memory()
     free = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB are free now"
     if oom_kills() > oom_kills_before:

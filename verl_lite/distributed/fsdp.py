@@ -23,8 +23,6 @@ from verl_lite.config import FSDPConfig, OptimConfig
 from verl_lite.distributed.memory import peak_memory_bytes, reset_peak_memory
 from verl_lite.distributed.process_group import RankContext
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
 
 @dataclass(frozen=True)
 class NotFinite:
@@ -65,7 +63,7 @@ class FSDPEngine:
         full = build(False) if context.rank == 0 else None
         # One rank shards what it has read; several start from empty modules, so that only rank 0 ever holds the whole.
         self.module = full if full is not None and context.world_size == 1 else build(True)
-        dtype = DTYPES[fsdp.dtype]
+        dtype = getattr(torch, fsdp.dtype)
         options: dict[str, Any] = {
             "mesh": init_device_mesh(self.device.type, (context.world_size,)),
             "reshard_after_forward": fsdp.reshard_after_forward,

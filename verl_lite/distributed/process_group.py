@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import psutil
+
 if TYPE_CHECKING:
     import torch
 
@@ -96,8 +98,6 @@ def interface_of(address: str, *, remote: bool) -> str:
     """The network interface through which this host talks to `address`; loopback when all ranks are on one host."""
     if not remote:
         return "lo0" if sys.platform == "darwin" else "lo"
-    import psutil
-
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 1))  # sends nothing: asks the routing table
         own = probe.getsockname()[0]

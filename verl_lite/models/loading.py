@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from verl_lite.config import ModelConfig, RewardModelBackboneConfig
 from verl_lite.models.attention import PACKED_ATTENTION
 from verl_lite.models.folder import weight_shapes
 from verl_lite.models.forward import ValueModel
@@ -26,17 +27,7 @@ from verl_lite.models.forward import ValueModel
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
-class Source(Protocol):
-    """A section of the config that names a model."""
-
-    @property
-    def path(self) -> str | None: ...  # an HF folder or hub id
-    @property
-    def trust_remote_code(self) -> bool: ...
-    @property
-    def override_config(self) -> dict[str, Any]: ...  # fields of the HF config to replace, `attn_implementation` too
-    @property
-    def use_remove_padding(self) -> bool: ...  # rows will come without padding
+Source = ModelConfig | RewardModelBackboneConfig
 
 
 def load_causal_lm(source: Source, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:

@@ -30,24 +30,23 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
     """Score of a response in [0, 1], by the grader of its data source. Raises `ValueError` for an unknown source."""
-    module, _ = _grader(data_source)
-    return importlib.import_module(module).compute_score(solution_str, ground_truth, extra_info or {})
+    grader = _find(data_source)
+    if grader is None:
+        raise ValueError(f"no built-in reward for data_source {data_source!r}; known: {', '.join(GRADERS)}")
+    return importlib.import_module(grader[0]).compute_score(solution_str, ground_truth, extra_info or {})
 
 
 def check_data_sources(data_sources: Iterable[str]) -> None:
     """Raise one `ValueError` when the built-in graders cannot score every one of these sources."""
-    sources = list(data_sources)
-    unknown = [source for source in sources if _find(source) is None]
-    if unknown:
+    graders = {source: _find(source) for source in data_sources}
+    if unknown := [source for source, grader in graders.items() if grader is None]:
         raise ValueError(
             f"no built-in reward for data_source {', '.join(map(repr, unknown))} (in the data: "
-            f"{', '.join(map(repr, sources))}; known: {', '.join(GRADERS)}); set reward.custom_reward_function.path"
+            f"{', '.join(map(repr, graders))}; known: {', '.join(GRADERS)}); set reward.custom_reward_function.path"
         )
-    packages = {source: _grader(source)[1] for source in sources}
+    needed = {source: grader[1] for source, grader in graders.items() if grader is not None and grader[1] is not None}
     missing = {
-        source: package
-        for source, package in packages.items()
-        if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None
+        source: name for source, name in needed.items() if importlib.util.find_spec(name.replace("-", "_")) is None
     }
     if missing:
         raise ValueError(
@@ -58,10 +57,3 @@ def check_data_sources(data_sources: Iterable[str]) -> None:
 
 def _find(data_source: str) -> tuple[str, str | None] | None:
     return next((grader for pattern, grader in GRADERS.items() if fnmatchcase(data_source, pattern)), None)
-
-
-def _grader(data_source: str) -> tuple[str, str | None]:
-    grader = _find(data_source)
-    if grader is None:
-        raise ValueError(f"no built-in reward for data_source {data_source!r}; known: {', '.join(GRADERS)}")
-    return grader

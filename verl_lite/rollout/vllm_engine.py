@@ -308,8 +308,6 @@ def _cpu_kv_cache_bytes(settings: EngineSettings, config: Any) -> int:
 
     vLLM's own default is a share of all memory for each engine, refused when it isn't free.
     """
-    import psutil
-
     model, parallel = config.model_config, config.parallel_config
     block = config.cache_config.block_size
     per_token = (

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import comb
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
 from verl_lite.protocol import DataProto
+
+if TYPE_CHECKING:
+    from verl_lite.trainer.samples import Sample
 
 
 def compute_data_metrics(batch: DataProto, *, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
@@ -137,20 +140,7 @@ def training_flops(model: Mapping[str, Any], lengths: Iterable[int]) -> float:
     return float(6 * parameters * sum(rows) + 6 * layers * heads * head_dim * sum(length**2 for length in rows))
 
 
-class ScoredSample(Protocol):
-    """One answer to a validation prompt, as `validation_metrics` reads it."""
-
-    @property
-    def uid(self) -> str: ...  # equal = answers to the same prompt
-    @property
-    def data_source(self) -> str: ...
-    @property
-    def score(self) -> float | None: ...  # None: the reward function gave none; the answer counts nowhere
-    @property
-    def extra(self) -> dict[str, Any]: ...  # what else the reward function returned; `pred` is what a majority votes on
-
-
-def validation_metrics(samples: Iterable[ScoredSample]) -> dict[str, float]:
+def validation_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     """val-core/{source}/{acc|reward}/{mean@N, best@N/mean, maj@N/mean}, and all the rest under val-aux/.
 
     N is the largest number of answers to one prompt of the source. Each number is a mean over the source's prompts of:
@@ -165,7 +155,7 @@ def validation_metrics(samples: Iterable[ScoredSample]) -> dict[str, float]:
     With one answer per prompt there is mean@1 only. No random number is drawn. `acc` is the core variable of a source
     whose reward function returns it, else the score, as `reward`. A prompt with fewer answers uses those it has.
     """
-    by_source: dict[str, dict[str, list[ScoredSample]]] = defaultdict(lambda: defaultdict(list))
+    by_source: dict[str, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
         by_source[sample.data_source][sample.uid].append(sample)
     metrics: dict[str, float] = {}
@@ -184,12 +174,12 @@ def validation_metrics(samples: Iterable[ScoredSample]) -> dict[str, float]:
     return metrics
 
 
-def _numbers(sample: ScoredSample) -> dict[str, float]:
+def _numbers(sample: Sample) -> dict[str, float]:
     extra = {name: float(value) for name, value in sample.extra.items() if isinstance(value, bool | int | float)}
     return extra if sample.score is None else {**extra, "reward": sample.score}
 
 
-def _prompt_statistics(name: str, prompts: Sequence[Sequence[ScoredSample]], num_answers: int) -> dict[str, float]:
+def _prompt_statistics(name: str, prompts: Sequence[Sequence[Sample]], num_answers: int) -> dict[str, float]:
     """Means over `prompts`, each the answers of one that have the variable `name`."""
     collected: dict[str, list[float]] = defaultdict(list)
     for answers in prompts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from verl_lite.algorithms import VALUE_LOSSES
@@ -13,7 +14,7 @@ from verl_lite.algorithms.value_losses import ValueLossInputs
 from verl_lite.batching import RankSchedule
 from verl_lite.config import CriticConfig
 from verl_lite.distributed.checkpoint import load_engine, save_engine
-from verl_lite.distributed.fsdp import DTYPES, FSDPEngine
+from verl_lite.distributed.fsdp import FSDPEngine
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.models.export import HFExport
 from verl_lite.models.forward import to_rows
@@ -34,7 +35,7 @@ class CriticWorker:
         self.export = HFExport("value", model.path, model.override_config, model.trust_remote_code)
 
         def build(on_meta: bool) -> nn.Module:
-            value_model = load_value_model(model, DTYPES[fsdp.model_dtype], on_meta=on_meta)
+            value_model = load_value_model(model, getattr(torch, fsdp.model_dtype), on_meta=on_meta)
             if model.enable_gradient_checkpointing:
                 enable_gradient_checkpointing(value_model.backbone)
             return value_model

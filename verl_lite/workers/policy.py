@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_lite.config import FSDPConfig, ModelConfig
-from verl_lite.distributed.fsdp import DTYPES, FSDPEngine
+from verl_lite.distributed.fsdp import FSDPEngine
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.models.forward import ModelInputs, PolicyModel, prepare_inputs, to_rows
 from verl_lite.models.loading import decoder_layers, enable_gradient_checkpointing, load_causal_lm
@@ -23,7 +23,7 @@ def build_policy_engine(
     gradient_checkpointing: bool = False,
 ) -> FSDPEngine:
     def build(on_meta: bool) -> nn.Module:
-        lm = load_causal_lm(model, DTYPES[fsdp.model_dtype], on_meta=on_meta)
+        lm = load_causal_lm(model, getattr(torch, fsdp.model_dtype), on_meta=on_meta)
         if gradient_checkpointing:
             enable_gradient_checkpointing(lm)
         return PolicyModel(lm, temperature=temperature, vocab_size=vocab_size)

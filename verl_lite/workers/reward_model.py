@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lite.batching import RankSchedule
 from verl_lite.config import RewardModelBackboneConfig
-from verl_lite.distributed.fsdp import DTYPES, FSDPEngine
+from verl_lite.distributed.fsdp import FSDPEngine
 from verl_lite.distributed.process_group import RankContext
 from verl_lite.models.forward import to_rows
 from verl_lite.models.loading import decoder_layers, load_reward_model
@@ -29,7 +29,7 @@ class RewardModelWorker:
         self.packed, fsdp = model.use_remove_padding, model.fsdp_config
 
         def build(on_meta: bool) -> nn.Module:
-            return load_reward_model(model, DTYPES[fsdp.model_dtype], on_meta=on_meta)
+            return load_reward_model(model, getattr(torch, fsdp.model_dtype), on_meta=on_meta)
 
         self.engine = FSDPEngine(build, lambda module: decoder_layers(module.backbone), context=context, fsdp=fsdp)
         self.engine.freeze()

@@ -160,17 +160,19 @@ def build_batch(
     prompt_ids = [
         list(ids) for ids, n in zip(prompts.non_tensor_batch["prompt_ids"], counts, strict=True) for _ in range(n)
     ]
-    response_mask = _right_padded([[1] * len(r.token_ids) for r in responses], 0)
+    response_mask = _padded([[1] * len(r.token_ids) for r in responses], 0)
     tensors = {
-        "prompts": _left_padded(prompt_ids, pad_token_id),
-        "responses": _right_padded([r.token_ids for r in responses], pad_token_id),
+        "prompts": _padded(prompt_ids, pad_token_id, left=True),
+        "responses": _padded([r.token_ids for r in responses], pad_token_id),
         "response_mask": response_mask,
     }
     tensors["input_ids"] = torch.cat([tensors["prompts"], tensors["responses"]], dim=1)
-    tensors["attention_mask"] = torch.cat([_left_padded([[1] * len(p) for p in prompt_ids], 0), response_mask], dim=1)
+    tensors["attention_mask"] = torch.cat(
+        [_padded([[1] * len(p) for p in prompt_ids], 0, left=True), response_mask], dim=1
+    )
     tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
     if log_probs:
-        tensors["rollout_log_probs"] = _right_padded([r.log_probs for r in responses], 0.0)
+        tensors["rollout_log_probs"] = _padded([r.log_probs for r in responses], 0.0)
     objects = {name: np.repeat(column, counts) for name, column in prompts.non_tensor_batch.items()}
     return DataProto.from_dict(tensors, objects, dict(prompts.meta_info))
 
@@ -200,13 +202,9 @@ def join_batches(parts: Sequence[DataProto], *, pad_token_id: int) -> DataProto:
     return DataProto.concat([widened(part) for part in parts])
 
 
-def _right_padded(rows: list[list[Any]], fill: float) -> torch.Tensor:
+def _padded(rows: list[list[Any]], fill: float, *, left: bool = False) -> torch.Tensor:
     width = max(map(len, rows), default=0)
     dtype = torch.float32 if isinstance(fill, float) else torch.int64
-    return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=dtype).reshape(len(rows), width)
-
-
-def _left_padded(rows: list[list[int]], fill: int) -> torch.Tensor:
-    width = max(map(len, rows), default=0)
-    padded = [[fill] * (width - len(row)) + row for row in rows]
-    return torch.tensor(padded, dtype=torch.int64).reshape(len(rows), width)
+    gaps = [[fill] * (width - len(row)) for row in rows]
+    padded = [gap + row if left else row + gap for row, gap in zip(rows, gaps, strict=True)]
+    return torch.tensor(padded, dtype=dtype).reshape(len(rows), width)
