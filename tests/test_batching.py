@@ -284,8 +284,8 @@ ONE_RANK = {"trainer.n_gpus_per_node": 1, f"{ROLLOUT}.tensor_model_parallel_size
 def test_the_classic_script_makes_4_updates_of_1280_sequences() -> None:
     of = plan()
     assert of.actor.sequences == 5120  # 1024 * 5
-    assert of.mini_batch_sequences == 1280  # 256 * 5
-    assert of.optimizer_steps == 4  # 5120 / 1280
+    assert of.actor.mini_batch_sequences == 1280  # 256 * 5
+    assert of.actor.optimizer_steps == 4  # 5120 / 1280
     assert of.actor.rows_per_rank == [640] * 8  # 5120 / 8
     assert of.actor.mini_batch_rows_per_rank == [160] * 8  # 1280 / 8
     assert of.actor.micro_batch_rows == [80, 80]
@@ -294,7 +294,7 @@ def test_the_classic_script_makes_4_updates_of_1280_sequences() -> None:
 
 def test_counted_in_sequences_the_same_numbers_make_20_updates_of_256() -> None:
     of = plan(SEQUENCE)
-    assert (of.optimizer_steps, of.mini_batch_sequences) == (20, 256)  # 5120 / 256
+    assert (of.actor.optimizer_steps, of.actor.mini_batch_sequences) == (20, 256)  # 5120 / 256
     assert of.actor.mini_batch_rows_per_rank == [32] * 8 and of.actor.micro_batch_rows == [32]
     assert plan(SEQUENCE | ONE_RANK).actor.micro_batch_rows == [80, 80, 80, 16]
 
@@ -328,14 +328,14 @@ def test_dynamic_micro_batches_depend_on_lengths_so_the_plan_leaves_them_open() 
 def test_epochs_multiply_the_optimizer_steps() -> None:
     # B003: (4 / 2) * 3
     changes = {"data.train_batch_size": 4, f"{ROLLOUT}.n": 2, f"{ACTOR}.ppo_mini_batch_size": 2}
-    assert plan(changes | {f"{ACTOR}.ppo_epochs": 3}).optimizer_steps == 6
+    assert plan(changes | {f"{ACTOR}.ppo_epochs": 3}).actor.optimizer_steps == 6
 
 
 @pytest.mark.parametrize("changes", [{}, SEQUENCE, {f"{ACTOR}.ppo_epochs": 2}, {f"{ACTOR}.use_dynamic_bsz": True}])
 def test_the_schedule_does_what_the_plan_says(changes: dict[str, Any]) -> None:
     of = plan(changes)
     schedules = of.actor.schedules([700] * 5120, seed=3)
-    assert sum(len(epoch.mini_batches) for epoch in schedules) == of.optimizer_steps
+    assert sum(len(epoch.mini_batches) for epoch in schedules) == of.actor.optimizer_steps
     for epoch in schedules:
         for rank in range(8):
             assert len(epoch.rank_rows(rank)) == of.actor.rows_per_rank[rank]
@@ -356,8 +356,8 @@ def test_the_critic_is_counted_like_the_actor() -> None:
 
 
 def test_the_length_of_the_run_is_known_where_it_is_given() -> None:
-    assert plan().total_training_steps is None
-    assert plan({"trainer.total_training_steps": 9}).total_training_steps == 9
+    assert plan().to_json()["total_training_steps"] is None
+    assert plan({"trainer.total_training_steps": 9}).to_json()["total_training_steps"] == 9
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_a_token_limit_below_the_longest_sequence_is_refused_for_every_key() -> 
     [problem] = problems(changes)
     assert f"{ACTOR}.ppo_max_token_len_per_gpu=1000" in problem and f"{ROLLOUT}.log_prob_max_token_len" in problem
     assert "data.max_prompt_length=512 + data.max_response_length=1024 = 1536; nearest: 1536" in problem
-    assert plan(changes | {f"{ACTOR}.ppo_max_token_len_per_gpu": 1536}).optimizer_steps == 4
+    assert plan(changes | {f"{ACTOR}.ppo_max_token_len_per_gpu": 1536}).actor.optimizer_steps == 4
     # two ranks that share each row hold twice as many tokens
     assert plan(changes | {f"{ACTOR}.ulysses_sequence_parallel_size": 2}).actor.micro.tokens == 2000
 

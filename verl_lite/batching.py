@@ -427,13 +427,11 @@ class PassPlan:
 class BatchPlan:
     """Every size of a training step, derived from the config alone."""
 
+    config: Config
     actor: UpdatePlan
     critic: UpdatePlan | None
     other_reading: UpdatePlan | str | None  # with n > 1: the mini-batch size in the other unit, or why it cannot be
     passes: tuple[PassPlan, ...]
-    total_training_steps: int | None  # None: the size of the training set decides
-    step_rows: tuple[Row, ...]
-    run_rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
     @classmethod
@@ -459,28 +457,13 @@ class BatchPlan:
                 most = _share_sizes(actor.sequences, dp_size)[0]
                 passes.append(PassPlan(name, most, dp_size, phase.limit(cfg), cfg.trainer.balance_batch))
         return cls(
+            config=cfg,
             actor=actor,
             critic=critic,
             other_reading=other,
             passes=tuple(passes),
-            total_training_steps=cfg.trainer.total_training_steps,
-            step_rows=tuple(_step_rows(cfg, actor)),
-            run_rows=tuple(_run_rows(cfg, actor)),
             notes=(*notes, *_notes(cfg, actor, given)),
         )
-
-    @property
-    def dp_size(self) -> int:
-        return self.actor.dp_size
-
-    @property
-    def optimizer_steps(self) -> int:
-        """The actor's optimizer steps per training step."""
-        return self.actor.optimizer_steps
-
-    @property
-    def mini_batch_sequences(self) -> int:
-        return self.actor.mini_batch_sequences
 
     def forward_pass(self, name: str) -> PassPlan:
         """old_log_probs, ref_log_probs, values or reward_model: those that this run has."""
@@ -497,7 +480,7 @@ class BatchPlan:
             "other_reading": other.to_json() if isinstance(other, UpdatePlan) else other,
             "critic": self.critic and self.critic.to_json(),
             "forward_micro_batch_rows": {p.name: p.micro.cut(p.rows_per_rank) for p in self.passes},
-            "total_training_steps": self.total_training_steps,
+            "total_training_steps": self.config.trainer.total_training_steps,  # None: the data decide
             "notes": list(self.notes),
         }
 
@@ -505,7 +488,7 @@ class BatchPlan:
         """The plan for reading: every number beside the arithmetic that gives it."""
         reading = f"Actor: a mini-batch counts {self.actor.unit}s ({ACTOR}.ppo_mini_batch_unit={self.actor.unit})"
         sections: list[tuple[str, list[Row]]] = [
-            ("One training step", list(self.step_rows)),
+            ("One training step", list(_step_rows(self.config, self.actor))),
             (reading, list(self.actor.table_rows())),
         ]
         if isinstance(self.other_reading, UpdatePlan):
@@ -519,7 +502,7 @@ class BatchPlan:
             sections.append(("Critic", list(self.critic.table_rows())))
         passes = [forward.micro.table_row(forward.name, forward.rows_per_rank) for forward in self.passes]
         sections.append(("Passes without gradient, on each rank", passes))
-        sections.append(("The run", list(self.run_rows)))
+        sections.append(("The run", list(_run_rows(self.config, self.actor))))
         lines = ["Batch plan"]
         for title, rows in sections:
             lines += ["", *textwrap.wrap(title, 118)]

@@ -266,7 +266,7 @@ def test_prompts_whose_responses_score_alike_are_replaced_by_the_next(start: Sta
     )  # fmt: skip
     metrics = run.train()
     assert run.column("token_level_scores") == [0.0, 5.0, 4.0, 3.0]
-    assert metrics["training/optimizer_steps"] == run.trainer.plan.optimizer_steps == 1
+    assert metrics["training/optimizer_steps"] == run.trainer.plan.actor.optimizer_steps == 1
     # Rounds of two: 0 and 1, 2 and 3, 4 and 5; three prompts do not differ, the last one is not needed.
     assert [metrics[f"training/{name}"] for name in ("num_gen_batches", "filtered_prompts", "surplus_prompts")] == [
         3, 3, 1,

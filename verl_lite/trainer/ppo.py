@@ -105,7 +105,7 @@ def run(
             trainer.experiment_name,
             redacted(config),
             total_steps=data.total_training_steps,
-            updates_per_step=plan.optimizer_steps,
+            updates_per_step=plan.actor.optimizer_steps,
             first_step=None if trainer.val_only else 0 if checkpoint is None else checkpoint.step + 1,
         )
         stack.callback(tracking.finish)
@@ -219,7 +219,7 @@ class PPOTrainer:
                 self.send_weights()
         else:
             workers.wake_engines()
-            metrics |= {"training/optimizer_steps": 0, "training/held_back_steps": plan.optimizer_steps}
+            metrics |= {"training/optimizer_steps": 0, "training/held_back_steps": plan.actor.optimizer_steps}
         return batch, metrics
 
     def resume(self, checkpoint: Checkpoint) -> None:
@@ -520,7 +520,7 @@ class PPOTrainer:
         return {
             "actor/entropy": float(entropy),
             **compute_data_metrics(batch, **limits),
-            **compute_seqlen_metrics(lengths, [order.rank_rows(rank) for rank in range(self.plan.dp_size)]),
+            **compute_seqlen_metrics(lengths, [order.rank_rows(rank) for rank in range(self.plan.actor.dp_size)]),
             **compute_timing_metrics(timing, batch),
             **compute_throughput_metrics(batch, step_s=timing["step"], num_slots=self.config.num_slots),
             **compute_memory_metrics(),
