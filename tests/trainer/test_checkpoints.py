@@ -161,7 +161,7 @@ def test_nothing_gets_its_name_before_its_content_is_on_the_disk(
 
     monkeypatch.setattr(Path, "rename", renamed)
     monkeypatch.setattr(os, "fsync", synced)
-    write(Checkpoints(tmp_path, {"actor": None}), 2)
+    write(Checkpoints(tmp_path, {"actor": None}, RUN), 2)
     events = iter(done)
     first = set(itertools.takewhile(lambda event: event != ("rename", "global_step_2"), events))
     second = set(itertools.takewhile(lambda event: event != ("rename", TRACKER), events))
@@ -252,8 +252,8 @@ def test_a_clock_that_was_set_back_does_not_make_the_newest_the_oldest(
 def test_a_step_that_is_saved_again_is_the_newest(tmp_path: Path) -> None:
     """trainer.resume_from_path named step 1 of 4: what is saved from then on must not be the first to be removed."""
     for step in (1, 2, 3, 4):
-        write(Checkpoints(tmp_path, {"actor": None}), step)
-    write(Checkpoints(tmp_path, {"actor": 2}), 2)
+        write(Checkpoints(tmp_path, {"actor": None}, RUN), step)
+    write(Checkpoints(tmp_path, {"actor": 2}, RUN), 2)
     assert steps(tmp_path) == {2, 4}
 
 
@@ -264,7 +264,7 @@ def test_an_old_one_that_cannot_be_removed_does_not_undo_the_save(saved: Path, m
         raise OSError(39, "Directory not empty", str(path))
 
     monkeypatch.setattr("verl_lite.trainer.checkpoints.shutil.rmtree", busy)
-    write(Checkpoints(saved, {"actor": 1}), 6)
+    write(Checkpoints(saved, {"actor": 1}, RUN), 6)
     found = find(saved)
     assert found is not None and (found.step, found.warning) == (6, None)
 
