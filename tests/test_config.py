@@ -185,6 +185,22 @@ def test_a_value_that_cannot_work_is_refused_with_key_value_and_way_out(key: str
     assert words in message
 
 
+@pytest.mark.parametrize("horizon, works", [(103, True), (102, False)])
+def test_an_adaptive_kl_coefficient_can_never_reach_zero(horizon: int, works: bool) -> None:
+    """0.2 · 128 prompts · 4 responses = 102.4."""
+    values = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive", ROLLOUT + "n": 4}
+    values |= {"data.train_batch_size": 128, "algorithm.kl_ctrl.horizon": horizon}
+    if works:
+        assert validate(resolved(values)) == []
+    else:
+        assert "kl_ctrl.horizon=102" in (message := problem_with(values)) and "use a horizon >= 103" in message
+
+
+def test_an_adaptive_kl_coefficient_does_not_start_at_zero() -> None:
+    values = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.kl_coef": 0}
+    assert "use a value > 0" in problem_with(values)
+
+
 def test_validate_reports_every_problem() -> None:
     problems = validate(resolved({ACTOR + "ppo_epochs": 0, "trainer.total_epochs": -1, ROLLOUT + "top_p": 2.0}))
     assert len(problems) == 3
@@ -202,6 +218,7 @@ def test_no_checkpoints_is_a_fine_wish(freq: int) -> None:
         ({"trainer.test_freq": 5}, "validation is off"),
         ({ROLLOUT + "val_kwargs.temperature": 0.7}, "greedy"),
         ({ACTOR + "use_kl_loss": True, "algorithm.use_kl_in_reward": True}, "in the loss"),
+        ({"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.0}, "saves its pass"),
         ({ACTOR + "optim.lr_warmup_steps": 5, ACTOR + "optim.lr_warmup_steps_ratio": 0.1}, "no effect"),
         ({"trainer.save_freq": 1, ACTOR + "checkpoint.save_contents": ["hf_model"]}, "nothing can go on"),
     ],

@@ -833,6 +833,17 @@ def validate(config: Config) -> list[str]:
         f"trainer.critic_warmup={trainer.critic_warmup}: there is no critic to warm up "
         f"(algorithm.adv_estimator={algorithm.adv_estimator}, critic.enable={critic.enable}); set 0",
     )
+    control, rows = algorithm.kl_ctrl, data.train_batch_size * rollout.n
+    adaptive = algorithm.use_kl_in_reward and control.type == "adaptive"
+    refuse(
+        adaptive and rows >= 5 * control.horizon,
+        f"algorithm.kl_ctrl.horizon={control.horizon}: a step may multiply kl_coef by 1 - 0.2 · rows / horizon, "
+        f"which is not above 0 with data.train_batch_size · rollout.n = {rows} rows; use a horizon >= {rows // 5 + 1}",
+    )
+    refuse(
+        adaptive and control.kl_coef == 0,
+        "algorithm.kl_ctrl.kl_coef=0: an adaptive coefficient is multiplied, so that it stays 0; use a value > 0",
+    )
     correction = algorithm.rollout_correction
     refuse(
         (correction.rollout_is or correction.rollout_rs) is not None and not rollout.calculate_log_probs,
@@ -885,6 +896,11 @@ def notices(config: Config) -> list[str]:
         (
             actor.has_kl_loss and config.algorithm.use_kl_in_reward,
             "KL is in the loss (actor.use_kl_loss=True) and in the reward (algorithm.use_kl_in_reward=True)",
+        ),
+        (
+            config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0,
+            "algorithm.kl_ctrl.kl_coef=0: the KL is measured (actor/reward_kl_penalty) and changes no reward; "
+            "algorithm.use_kl_in_reward=False saves its pass",
         ),
         (
             address is not None and trainer.device == "cpu" and not gpus_here(),
