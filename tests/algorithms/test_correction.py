@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import ragged
 import torch
 from torch import Tensor
 
+from verl_lite.algorithms import correction
 from verl_lite.algorithms.correction import correct_rollout, rollout_probs_diff
 
 LOG2 = math.log(2.0)
@@ -51,6 +53,24 @@ def test_rejection_by_hand(level: str, expected: list[list[int]]) -> None:
     assert result.weights is None
     share = 1 - sum(map(sum, expected)) / 6
     assert result.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(share)
+
+
+def test_a_step_without_a_token_left_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    correction._warn_of_nothing_kept.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        corrected([[5.0, 0.0], [5.0, 5.0]], rollout_rs="token")
+        corrected([[5.0, 5.0]], [[0, 0]], rollout_rs="token")  # nothing was rejected: there was nothing
+        assert caplog.records == []
+        for _ in range(3):
+            corrected([[5.0, 5.0], [-5.0, 5.0]], rollout_rs="token")
+    assert [record.message.count("rejected every token") for record in caplog.records] == [1]
+
+
+def test_perplexities_are_cut_and_stay_finite() -> None:
+    low = torch.full((1, 2), -2000.0)
+    result = correct_rollout(low, low, torch.ones(1, 2))
+    assert result.metrics["rollout_corr/training_ppl"] == pytest.approx(math.exp(20))
+    assert result.metrics["rollout_corr/rollout_ppl"] == pytest.approx(math.exp(20))
 
 
 def test_rejection_threshold_follows_the_importance_threshold_unless_set() -> None:

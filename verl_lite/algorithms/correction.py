@@ -11,12 +11,16 @@ whole train batch and carry no gradient; exponents are cut at +-20. Rows without
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verl_lite.algorithms.aggregate import masked_mean, masked_sum, masked_var
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ def correct_rollout(
         metrics["rollout_rs_masked_fraction"] = float(masked_mean((~kept).to(ratio.dtype), mask))
         lost = (mask & ~kept).any(-1).to(ratio.dtype)
         metrics["rollout_rs_seq_masked_fraction"] = float(masked_mean(lost, mask.any(-1)))
+        if bool(mask.any() & ~kept.any()):
+            _warn_of_nothing_kept(rollout_rs, rs_threshold)
     return RolloutCorrection(
         weights=weights,
         response_mask=kept.to(response_mask.dtype),
@@ -110,12 +116,23 @@ def _ratio_metrics(prefix: str, ratio: Tensor, bounded: Tensor, counts: Tensor, 
     }
 
 
+@functools.cache
+def _warn_of_nothing_kept(rollout_rs: str, threshold: float) -> None:
+    logger.warning(
+        "algorithm.rollout_correction.rollout_rs=%s with threshold %g rejected every token of a step, which trains "
+        "nothing (said once; training/empty_steps counts the updates): do engine and trainer have the same weights, "
+        "or is rollout_rs_threshold too close to 1?",
+        rollout_rs,
+        threshold,
+    )
+
+
 def _mismatch(old_log_probs: Tensor, rollout_log_probs: Tensor, log_ratio: Tensor, mask: Tensor) -> dict[str, float]:
     """KL(engine || trainer) over tokens as k1 and k3, and perplexities: the mean over rows of exp(-mean log-prob)."""
     rows = mask.any(-1)
     bounded = log_ratio.clamp(-20.0, 20.0)
-    training_ppl = (-masked_mean(old_log_probs, mask, -1)).exp()
-    rollout_ppl = (-masked_mean(rollout_log_probs, mask, -1)).exp()
+    training_ppl = (-masked_mean(old_log_probs, mask, -1)).clamp(-20.0, 20.0).exp()
+    rollout_ppl = (-masked_mean(rollout_log_probs, mask, -1)).clamp(-20.0, 20.0).exp()
     return {
         "kl": float(masked_mean(-log_ratio, mask)),
         "k3_kl": float(masked_mean(bounded.expm1() - bounded, mask)),
