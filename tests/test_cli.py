@@ -323,6 +323,24 @@ def test_an_option_of_another_loss_is_refused() -> None:
     assert "clip_cov has it" in message
 
 
+@pytest.mark.parametrize(
+    ("mode", "option", "words"),
+    [
+        ("sapo", "tau_neg=-1", "tau_neg=-1: must be float > 0"),
+        ("sapo", "tau_pos=nan", "tau_pos=nan: must be float > 0"),
+        ("clip_cov", "clip_cov_ratio=0", "clip_cov_ratio=0: must be float > 0 and <= 1"),
+        ("clip_cov", "clip_cov_lb=6", "clip_cov_lb=6: must be < clip_cov_ub=5"),
+        ("clip_cov", "clip_cov_ub=1.0", "clip_cov_lb=1: must be < clip_cov_ub=1.0"),
+        ("kl_cov", "kl_cov_ratio=2", "kl_cov_ratio=2: must be float > 0 and <= 1"),
+        ("kl_cov", "ppo_kl_coef=-0.5", "ppo_kl_coef=-0.5: must be float >= 0"),
+        ("kl_cov", "ppo_kl_coef=much", "ppo_kl_coef=much: must be a number"),
+        ("clip_cov", "clip_cov_ub=much", "clip_cov_ub=much: must be a number"),
+    ],
+)
+def test_an_option_that_the_loss_cannot_use_is_refused(mode: str, option: str, words: str) -> None:
+    assert words in problem_of(f"{ACTOR}policy_loss.loss_mode={mode}", f"{ACTOR}policy_loss.{option}")
+
+
 def test_a_loss_option_with_a_key_of_its_own_points_there() -> None:
     assert f"set {ACTOR}clip_ratio_low" in problem_of(f"{ACTOR}policy_loss.clip_ratio_low=0.1")
 

@@ -545,7 +545,7 @@ def _check_tables(config: Config, given: _Given) -> Iterator[str]:
     loss = config.actor_rollout_ref.actor.policy_loss
     options = algorithms.POLICY_LOSS_OPTIONS
     if loss.loss_mode in algorithms.POLICY_LOSSES:
-        known = options.get(loss.loss_mode, ())
+        known = options.get(loss.loss_mode, {})
         for option, value in loss.options.items():
             if option in RESERVED_OPTIONS:
                 yield f"{LOSS}{option}={show(value)}: set actor_rollout_ref.actor.{option}"
@@ -558,3 +558,10 @@ def _check_tables(config: Config, given: _Given) -> Iterator[str]:
                 yield f"{LOSS}{option}: {has}{hint}"
             elif not isinstance(value, int | float) or isinstance(value, bool):
                 yield f"{LOSS}{option}={show(value)}: must be a number"
+            elif not (leaf := Leaf(LOSS + option, (float,), **known[option])).in_range(value):
+                yield f"{LOSS}{option}={show(value)}: must be {leaf.wanted()}"
+        ends = [
+            loss.options.get(name, known[name]["default"]) for name in ("clip_cov_lb", "clip_cov_ub") if name in known
+        ]
+        if all(isinstance(end, int | float) for end in ends) and ends != sorted(set(ends)):
+            yield f"{LOSS}clip_cov_lb={ends[0]}: must be < clip_cov_ub={ends[1]}, or no token is ever chosen"

@@ -463,15 +463,15 @@ class Leaf:
 
     name: str
     types: tuple[type, ...]
-    item: type | None
-    default: Any
-    doc: str
-    choices: tuple[Any, ...] | None
-    ge: float | None
-    gt: float | None
-    le: float | None
-    filled: bool
-    path: bool
+    item: type | None = None
+    default: Any = None
+    doc: str = ""
+    choices: tuple[Any, ...] | None = None
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    filled: bool = False
+    path: bool = False
 
     @property
     def nullable(self) -> bool:

@@ -39,7 +39,13 @@ def test_the_options_of_a_loss_are_the_arguments_that_have_no_key_of_their_own(n
     loss = resolve(name, algorithms.POLICY_LOSSES, key="loss_mode")
     arguments = option_names(*filter(None, (loss, selector(loss))))
     options = [argument for argument in arguments if argument not in (*RESERVED_OPTIONS, "row_keys")]
-    assert options == list(algorithms.POLICY_LOSS_OPTIONS.get(name, ()))
+    declared = algorithms.POLICY_LOSS_OPTIONS.get(name, {})
+    assert options == list(declared)
+    assert all(
+        entry.get("default", default) == default
+        for option, entry in declared.items()
+        for default in [arguments[option].default]
+    )
 
 
 def test_tables_plugins_and_schedule_load_no_torch() -> None:

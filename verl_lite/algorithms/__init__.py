@@ -29,11 +29,12 @@ POLICY_LOSSES: dict[str, str] = {
     name: f"{_POLICY}:{name}" for name in ("vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "sapo")
 }
 
-#: Their options, `actor.policy_loss.<option>`; a test compares them with the functions' arguments.
-POLICY_LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
-    "clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
-    "kl_cov": ("ppo_kl_coef", "kl_cov_ratio"),
-    "sapo": ("tau_pos", "tau_neg"),
+#: Their options, `actor.policy_loss.<option>`, with bounds as the config's keys have them (and the default where one
+#: bounds another); a test compares them with the functions' arguments.
+POLICY_LOSS_OPTIONS: dict[str, dict[str, dict[str, float]]] = {
+    "clip_cov": {"clip_cov_ratio": {"gt": 0, "le": 1}, "clip_cov_lb": {"default": 1}, "clip_cov_ub": {"default": 5}},
+    "kl_cov": {"ppo_kl_coef": {"ge": 0}, "kl_cov_ratio": {"gt": 0, "le": 1}},
+    "sapo": {"tau_pos": {"gt": 0}, "tau_neg": {"gt": 0}},
 }
 
 #: the critic's loss: fn(ValueLossInputs, *, options) -> ValueLossOutputs
