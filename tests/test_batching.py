@@ -471,6 +471,12 @@ def test_a_key_the_user_wrote_is_named_even_at_its_default() -> None:
     assert any("critic.optim.lr=1e-05; this run has no critic" in note for note in notes)
 
 
+@pytest.mark.parametrize(("mini_batch", "said"), [(1024, False), (256, True)])
+def test_a_loss_without_ratio_is_for_one_optimizer_step(mini_batch: int, said: bool) -> None:
+    changes = {f"{ACTOR}.policy_loss.loss_mode": "gpg", f"{ACTOR}.ppo_mini_batch_size": mini_batch}
+    assert any("loss_mode=gpg has no ratio" in note for note in plan(changes).notes) == said
+
+
 def test_missing_files_are_a_note() -> None:
     assert any(note.startswith("data.train_files: not on this machine (yet): train.parquet") for note in plan().notes)
 

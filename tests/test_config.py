@@ -219,12 +219,22 @@ def test_no_checkpoints_is_a_fine_wish(freq: int) -> None:
         ({ROLLOUT + "val_kwargs.temperature": 0.7}, "greedy"),
         ({ACTOR + "use_kl_loss": True, "algorithm.use_kl_in_reward": True}, "in the loss"),
         ({"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.0}, "saves its pass"),
+        ({ACTOR + "use_kl_loss": True, ACTOR + "kl_loss_type": "k1"}, "its gradient is 0 on average"),
+        ({ACTOR + "entropy_coeff": -0.1}, "below 0 it lowers the entropy"),
+        ({ACTOR + "optim.lr_warmup_steps": 5, "trainer.total_training_steps": 5}, "ends in its warm-up"),
+        ({"trainer.critic_warmup": 3, ACTOR + "optim.lr_warmup_steps": 5}, "the actor starts at step 4 of it"),
+        ({"trainer.critic_warmup": 3, ACTOR + "optim.lr_warmup_steps_ratio": 0.1}, "the actor starts at step 4 of it"),
         ({ACTOR + "optim.lr_warmup_steps": 5, ACTOR + "optim.lr_warmup_steps_ratio": 0.1}, "no effect"),
         ({"trainer.save_freq": 1, ACTOR + "checkpoint.save_contents": ["hf_model"]}, "nothing can go on"),
     ],
 )
 def test_a_doubtful_combination_is_said(values: dict[str, Any], words: str) -> None:
     assert any(words in notice for notice in notices(resolved(values)))
+
+
+def test_a_critic_warmup_without_a_warmup_of_the_rate_is_not_said() -> None:
+    values = {"trainer.critic_warmup": 3, "critic.optim.lr_warmup_steps": 5}
+    assert notices(resolved(values, needs_values=True)) == []
 
 
 def test_loggers_are_those_that_tracking_knows() -> None:

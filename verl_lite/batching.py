@@ -782,6 +782,12 @@ def _notes(cfg: Config, actor: UpdatePlan, given: Collection[str]) -> Iterator[s
         if applies and (shown := written(keys)):
             yield f"No effect: {shown}; {why}."
 
+    if policy.policy_loss.loss_mode == "gpg" and actor.optimizer_steps > 1:
+        yield (
+            f"{ACTOR}.policy_loss.loss_mode=gpg has no ratio to the old policy: after the first of the "
+            f"{actor.optimizer_steps:,} optimizer steps of a training step it is off-policy and nothing corrects it; "
+            "meant for one (ppo_epochs=1 and a mini-batch of the whole train batch)."
+        )
     rows, dp_size = actor.mini_batch_sequences, actor.dp_size
     if rows < dp_size:
         yield (

@@ -903,14 +903,36 @@ def notices(config: Config) -> list[str]:
             "algorithm.use_kl_in_reward=False saves its pass",
         ),
         (
+            actor.has_kl_loss and actor.kl_loss_type in ("kl", "k1"),
+            f"actor_rollout_ref.actor.kl_loss_type={actor.kl_loss_type}: its gradient is 0 on average: it holds "
+            "nothing back; as a loss use low_var_kl or mse",
+        ),
+        (
+            actor.entropy_coeff < 0,
+            f"actor_rollout_ref.actor.entropy_coeff={actor.entropy_coeff}: below 0 it lowers the entropy",
+        ),
+        (
             address is not None and trainer.device == "cpu" and not gpus_here(),
             "no GPU on this machine, so trainer.device is cpu; if the cluster has GPUs: trainer.device=cuda and "
             "trainer.n_gpus_per_node=…",
         ),
     ]
+    warmup, total = trainer.critic_warmup, trainer.total_training_steps
     for name, optim in (("actor_rollout_ref.actor", actor.optim), ("critic", config.critic.optim)):
-        both = optim.lr_warmup_steps > 0 and optim.lr_warmup_steps_ratio > 0
-        found.append((both, f"{name}.optim.lr_warmup_steps_ratio has no effect: lr_warmup_steps is set"))
+        steps, ratio = optim.lr_warmup_steps, optim.lr_warmup_steps_ratio
+        found += [
+            (steps > 0 and ratio > 0, f"{name}.optim.lr_warmup_steps_ratio has no effect: lr_warmup_steps is set"),
+            (
+                total is not None and steps >= total,
+                f"{name}.optim.lr_warmup_steps={steps}: the run ends in its warm-up "
+                f"(trainer.total_training_steps={total})",
+            ),
+            (
+                warmup > 0 and optim is actor.optim and (steps > 0 or (steps < 0 and ratio > 0)),
+                f"trainer.critic_warmup={warmup}: the learning rate's warm-up counts from the run's first step: "
+                f"the actor starts at step {warmup + 1} of it; prolong {name}.optim.lr_warmup_steps to keep it",
+            ),
+        ]
     return [message for applies, message in found if applies]
 
 
