@@ -84,6 +84,55 @@ def test_a_group_estimator_with_one_response_is_noted(capsys: pytest.CaptureFixt
     assert any("adv_estimator=grpo compares the responses" in note for note in notes)
 
 
+A, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.actor.optim"
+MODE = f"{A}.policy_loss.loss_mode"
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unread"),
+    [
+        (["algorithm.gamma=0.9", "algorithm.lam=0.8"], ["algorithm.gamma=0.9", "algorithm.lam=0.8"]),
+        (
+            ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9", "algorithm.lam=0.8"],
+            ["algorithm.lam"],
+        ),
+        (["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=False"], ["norm_adv_by_std_in_grpo"]),
+        ([f"{MODE}=gpg", f"{A}.clip_ratio=0.1"], [f"{A}.clip_ratio=0.1"]),
+        ([f"{MODE}=kl_cov", f"{A}.clip_ratio_low=0.1"], [f"{A}.clip_ratio_low=0.1"]),
+        ([f"{MODE}=sapo", f"{A}.clip_ratio_high=0.1"], [f"{A}.clip_ratio_high=0.1"]),
+        ([f"{MODE}=gspo", f"{A}.clip_ratio_high=0.1", f"{A}.clip_ratio_c=4"], [f"{A}.clip_ratio_c=4"]),
+        ([f"{A}.clip_ratio=0.1", f"{A}.clip_ratio_low=0.2", f"{A}.clip_ratio_high=0.3"], [f"{A}.clip_ratio=0.1"]),
+        ([f"{A}.loss_scale_factor=100"], [f"{A}.loss_scale_factor=100"]),
+        (
+            [f"{OPTIM}.num_cycles=2", f"{OPTIM}.min_lr_ratio=0.1"],
+            [f"{OPTIM}.num_cycles=2", f"{OPTIM}.min_lr_ratio=0.1"],
+        ),
+        (
+            [f"{OPTIM}.lr_scheduler_type=linear", f"{OPTIM}.num_cycles=2", f"{OPTIM}.min_lr_ratio=0.1"],
+            [f"{OPTIM}.num_cycles=2"],
+        ),
+        (["algorithm.adv_estimator=gae", "critic.optim.num_cycles=2"], ["critic.optim.num_cycles=2"]),
+        ([f"{CORRECTION}.rollout_rs_threshold=3"], [f"{CORRECTION}.rollout_rs_threshold=3"]),
+        # read, or at their defaults, or nobody knows
+        (["algorithm.norm_adv_by_std_in_grpo=False", "algorithm.gamma=1.0"], []),
+        ([f"{A}.clip_ratio=0.1", f"{A}.clip_ratio_high=0.3", f"{A}.clip_ratio_low=null"], []),
+        (["algorithm.adv_estimator=own.py:mine", "algorithm.lam=0.9"], []),
+        ([f"{MODE}=own.py:mine", f"{A}.clip_ratio=0.1", f"{A}.clip_ratio_c=4"], []),
+        ([f"{A}.loss_agg_mode=seq-mean-token-sum-norm", f"{A}.loss_scale_factor=100"], []),
+        ([f"{OPTIM}.lr_scheduler_type=cosine", f"{OPTIM}.num_cycles=2", f"{OPTIM}.min_lr_ratio=0.1"], []),
+        ([f"{CORRECTION}.rollout_rs=token", f"{CORRECTION}.rollout_rs_threshold=3"], []),
+    ],
+)
+def test_keys_that_the_chosen_functions_do_not_read_are_named(
+    overrides: list[str], unread: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, notes = as_json(capsys)["notes"], as_json(capsys, *overrides)["notes"]
+    found = [note for note in notes if note.startswith("No effect: ") and note not in before]
+    named = [part for note in found for part in note.removeprefix("No effect: ").split("; ")[0].split(", ")]
+    assert len(named) == len(unread) and all(any(key in part for part in named) for key in unread), found
+
+
 def test_what_cannot_work_exits_with_2_and_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*CLASSIC, "actor_rollout_ref.actor.ppo_mini_batch_size=96", "trainer.n_gpus_per_node=7"]) == 2
     out, err = capsys.readouterr()

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from verl_lite import algorithms
-from verl_lite.batching import BatchPlan, PlanError, batch_problems
-from verl_lite.cli import Composed, ConfigError, compose, open_streams, print_usage, tell
+from verl_lite.batching import ACTOR, BatchPlan, PlanError, batch_problems
+from verl_lite.cli import LOSS, Composed, ConfigError, compose, open_streams, print_usage, tell
+from verl_lite.config import leaf_keys
 
 if TYPE_CHECKING:
     from verl_lite.config import Config
@@ -38,7 +39,7 @@ def compose_plan(argv: Sequence[str]) -> tuple[Composed, BatchPlan]:
 
 def make_plan(composed: Composed) -> BatchPlan:
     """The plan of a composed command line, with notes on every key that has no effect there. Raises PlanError."""
-    notes = list(_algorithm_notes(composed.config))
+    notes = [*_algorithm_notes(composed.config), *_unread_keys(composed)]
     return BatchPlan.from_config(composed.config, given=composed.raw, notes=notes)
 
 
@@ -60,6 +61,42 @@ def _algorithm_notes(config: Config) -> Iterator[str]:
             f"policy_loss.loss_mode={loss} averages over sequences in its paper (actor_rollout_ref.actor.loss_agg_mode="
             f"{algorithms.LOSSES_PER_SEQUENCE[loss]}); with {actor.loss_agg_mode} long responses weigh more."
         )
+
+
+def _unread_keys(composed: Composed) -> Iterator[str]:
+    """A note for keys that the user changed and that the chosen functions don't read."""
+    config, leaves = composed.config, leaf_keys()
+    changed = {key: value for key, value in composed.raw.items() if value not in (None, leaves[key].default)}
+    actor, estimator = config.actor_rollout_ref.actor, config.algorithm.adv_estimator
+    loss, loss_key = actor.policy_loss.loss_mode, f"{LOSS}loss_mode={actor.policy_loss.loss_mode}"
+    clip, low, high, dual = (f"{ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high", "_c"))
+    clips = loss in algorithms.LOSSES_WITH_CLIP or loss not in algorithms.POLICY_LOSSES
+    read = algorithms.ESTIMATOR_OPTIONS.get(estimator, ())
+    unread = {option for options in algorithms.ESTIMATOR_OPTIONS.values() for option in options if option not in read}
+    roles = {ACTOR: actor} | ({"critic": config.critic} if config.needs_critic else {})
+    scaled = any(role.loss_agg_mode == "seq-mean-token-sum-norm" for role in roles.values())
+    both_ends = actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high)
+    rejection, rejects = "algorithm.rollout_correction.rollout_rs", config.algorithm.rollout_correction.rollout_rs
+    table = [
+        (
+            estimator in algorithms.ADVANTAGE_ESTIMATORS,
+            [f"algorithm.{option}" for option in sorted(unread)],
+            f"algorithm.adv_estimator={estimator}",
+        ),
+        (not clips, [clip, low, high], loss_key),
+        (loss in algorithms.POLICY_LOSSES and loss != "vanilla", [dual], loss_key),
+        (clips and both_ends, [clip], f"{low} and {high} are set"),
+        (not scaled, [f"{ACTOR}.loss_scale_factor"], f"{ACTOR}.loss_agg_mode={actor.loss_agg_mode}"),
+        (not rejects, [f"{rejection}_threshold"], f"{rejection} is not set"),
+    ]
+    for name, role in roles.items():
+        schedule = role.optim.lr_scheduler_type
+        keys = [f"{name}.optim.{key}" for key in ("num_cycles", "min_lr_ratio")]
+        unused = {"constant": 2, "linear": 1}.get(schedule, 0)
+        table.append((True, keys[:unused], f"{name}.optim.lr_scheduler_type={schedule}"))
+    for applies, keys, why in table:
+        if applies and (shown := ", ".join(f"{key}={changed[key]}" for key in keys if key in changed)):
+            yield f"No effect: {shown}; {why}."
 
 
 def main(argv: Sequence[str]) -> int:

@@ -48,6 +48,20 @@ def test_the_options_of_a_loss_are_the_arguments_that_have_no_key_of_their_own(n
     )
 
 
+@pytest.mark.parametrize("name", algorithms.ADVANTAGE_ESTIMATORS)
+def test_the_options_of_an_estimator_are_its_arguments(name: str) -> None:
+    estimator = resolve(name, algorithms.ADVANTAGE_ESTIMATORS, key="adv_estimator")
+    assert tuple(option_names(estimator)) == algorithms.ESTIMATOR_OPTIONS.get(name, ())
+
+
+@pytest.mark.parametrize("name", algorithms.POLICY_LOSSES)
+def test_the_losses_with_a_clip_take_its_bounds(name: str) -> None:
+    loss = resolve(name, algorithms.POLICY_LOSSES, key="loss_mode")
+    clips = {argument for argument in option_names(loss) if argument in RESERVED_OPTIONS}
+    bounds = {"clip_ratio_low", "clip_ratio_high"} if name in algorithms.LOSSES_WITH_CLIP else set()
+    assert clips == bounds | ({"clip_ratio_c"} if name == "vanilla" else set())
+
+
 def test_tables_plugins_and_schedule_load_no_torch() -> None:
     code = (
         "import sys, verl_lite.algorithms, verl_lite.plugins, verl_lite.algorithms.lr_schedule;"

@@ -24,6 +24,12 @@ ADVANTAGE_ESTIMATORS: dict[str, str] = {
     "gpg": f"{_ADVANTAGES}:gpg",
 }
 
+#: The keys of `algorithm` that they take; a test compares them with the functions' arguments.
+ESTIMATOR_OPTIONS: dict[str, tuple[str, ...]] = {
+    "gae": ("gamma", "lam"), "reinforce_plus_plus": ("gamma",),
+    **dict.fromkeys(("grpo", "grpo_vectorized", "grpo_passk"), ("norm_adv_by_std_in_grpo",)),
+}  # fmt: skip
+
 #: `actor.policy_loss.loss_mode`: fn(PolicyLossInputs, *, options) -> PolicyLossOutputs
 POLICY_LOSSES: dict[str, str] = {
     name: f"{_POLICY}:{name}" for name in ("vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "sapo")
@@ -36,6 +42,9 @@ POLICY_LOSS_OPTIONS: dict[str, dict[str, dict[str, float]]] = {
     "kl_cov": {"ppo_kl_coef": {"ge": 0}, "kl_cov_ratio": {"gt": 0, "le": 1}},
     "sapo": {"tau_pos": {"gt": 0}, "tau_neg": {"gt": 0}},
 }
+
+#: Those that take `actor.clip_ratio_low` and `clip_ratio_high`; vanilla takes `clip_ratio_c` too.
+LOSSES_WITH_CLIP = frozenset({"vanilla", "gspo", "clip_cov", "geo_mean", "cispo"})
 
 #: the critic's loss: fn(ValueLossInputs, *, options) -> ValueLossOutputs
 VALUE_LOSSES: dict[str, str] = {"clipped": "verl_lite.algorithms.value_losses:clipped"}
