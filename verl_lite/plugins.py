@@ -64,10 +64,12 @@ def check_options(
     key: str,
     reserved: Iterable[str] = (),
     companions: Iterable[Callable[..., Any]] = (),
+    way_out: str = "",
 ) -> None:
     """Raise one ValueError with every option that `function` (or a companion) lacks, or requires and did not get.
 
-    `reserved` are the arguments the framework passes itself; a config may not set them here.
+    `reserved` are the arguments the framework passes itself; a config may not set them here. `way_out`: from what is
+    required and not set, where a config cannot set it.
     """
     functions, reserved = [function, *companions], set(reserved)
     known = option_names(*functions)
@@ -80,7 +82,7 @@ def check_options(
             problems.append(f"{key}.{name} is unknown{_near(name, free)}; options: {', '.join(free) or 'none'}")
     for name in free:
         if known[name].default is inspect.Parameter.empty and name not in options:
-            problems.append(f"{key}.{name} is required and not set")
+            problems.append(f"{key}.{name} is required and not set{way_out}")
     if problems:
         raise ValueError(f"options of {function.__name__}: " + "; ".join(problems))
 

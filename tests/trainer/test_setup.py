@@ -12,7 +12,7 @@ from tiny import char_tokenizer, tiny_model, tiny_reward_model
 
 from verl_lite.config import Config, RewardConfig, RewardModelBackboneConfig, RewardModelConfig, resolve, unflatten
 from verl_lite.data.dataset import load_tokenizer
-from verl_lite.trainer.setup import check_rewards, end_token_ids, load_transcriber, training_roles
+from verl_lite.trainer.setup import check_functions, check_rewards, end_token_ids, load_transcriber, training_roles
 
 
 def config(enable: bool) -> Config:
@@ -83,3 +83,17 @@ def test_the_critic_is_told_no_temperature() -> None:
     one, half = roles(1.0), roles(0.5)
     assert one["critic"].kwargs == half["critic"].kwargs
     assert one["actor"].kwargs != half["actor"].kwargs
+
+
+def test_an_own_estimators_option_without_a_key_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def mine(inputs, *, alpha, gamma): ...\n\ndef with_a_value(inputs, *, gamma, beta=1.0): ...\n"
+    )
+
+    def check(name: str) -> None:
+        values = {"trainer.device": "cpu", "algorithm.adv_estimator": f"{tmp_path}/own.py:{name}"}
+        check_functions(resolve(unflatten(values), needs_values=False))
+
+    check("with_a_value")
+    with pytest.raises(ValueError, match=r"algorithm.alpha is required.* no such key: give it a default"):
+        check("mine")

@@ -141,7 +141,12 @@ def check_functions(config: Config) -> None:
         companions=[] if select is None else [select],
     )
     estimator = resolve(algorithm.adv_estimator, ADVANTAGE_ESTIMATORS, key="algorithm.adv_estimator")
-    check_options(estimator, pick_options(estimator, vars(algorithm)), key="algorithm")
+    check_options(
+        estimator,
+        pick_options(estimator, vars(algorithm)),
+        key="algorithm",
+        way_out=", and there is no such key: give it a default, or name a function that calls yours with a value",
+    )
 
 
 def check_model(config: Config) -> int:
