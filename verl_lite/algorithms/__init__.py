@@ -4,6 +4,8 @@ This module imports no torch, so that the plan and the config know every name to
 "package.module:function" or "path/file.py:function" in the same key; `verl_lite.plugins.resolve` finds both.
 """
 
+from typing import Any
+
 _ADVANTAGES = "verl_lite.algorithms.advantages"
 _POLICY = "verl_lite.algorithms.policy_losses"
 _KL = "verl_lite.algorithms.kl"
@@ -37,7 +39,7 @@ POLICY_LOSSES: dict[str, str] = {
 
 #: Their options, `actor.policy_loss.<option>`, with bounds as the config's keys have them (and the default where one
 #: bounds another); a test compares them with the functions' arguments.
-POLICY_LOSS_OPTIONS: dict[str, dict[str, dict[str, float]]] = {
+POLICY_LOSS_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "clip_cov": {"clip_cov_ratio": {"gt": 0, "le": 1}, "clip_cov_lb": {"default": 1}, "clip_cov_ub": {"default": 5}},
     "kl_cov": {"ppo_kl_coef": {"ge": 0}, "kl_cov_ratio": {"gt": 0, "le": 1}},
     "sapo": {"tau_pos": {"gt": 0}, "tau_neg": {"gt": 0}},
