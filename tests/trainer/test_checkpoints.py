@@ -280,6 +280,15 @@ def test_folders_that_are_not_checkpoints_are_left_alone(tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} == {*others, "global_step_4", TRACKER, LOCK}
 
 
+@pytest.mark.parametrize("name", ["global_step_2_best", "global_step_02", "global_step_9"])
+def test_a_copy_made_by_hand_is_not_counted_and_not_removed(saved: Path, name: str) -> None:
+    shutil.copytree(saved / "global_step_2", saved / name)
+    checkpoints = Checkpoints(saved, {"actor": 1}, RUN)
+    for step in (5, 6):
+        write(checkpoints, step)
+    assert {path.name for path in saved.iterdir()} == {name, "global_step_6", TRACKER, LOCK}
+
+
 def test_the_checkpoints_of_an_earlier_run_are_not_counted_and_not_removed(tmp_path: Path) -> None:
     """trainer.resume_mode=disable starts a run beside them; what it keeps of its own says nothing about theirs."""
     for step in (10, 20):

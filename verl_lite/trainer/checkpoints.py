@@ -445,7 +445,9 @@ class Checkpoints:
         for folder in self.directory.glob("global_step_*"):
             if folder not in self._known:
                 with contextlib.suppress(ValueError):
-                    self._known[folder] = _read_state(folder)
+                    checkpoint = _read_state(folder)
+                    if folder.name == f"global_step_{checkpoint.step}":  # a copy of another name is the user's
+                        self._known[folder] = checkpoint
         self._known = {folder: checkpoint for folder, checkpoint in self._known.items() if folder.is_dir()}
         return sorted(self._known.values(), key=Checkpoint.saved_at, reverse=True)
 
