@@ -264,9 +264,36 @@ def test_an_old_one_that_cannot_be_removed_does_not_undo_the_save(saved: Path, m
         raise OSError(39, "Directory not empty", str(path))
 
     monkeypatch.setattr("verl_lite.trainer.checkpoints.shutil.rmtree", busy)
-    write(Checkpoints(saved, {"actor": 1}, RUN), 6)
+    checkpoints = Checkpoints(saved, {"actor": 1}, RUN)
+    for step in (6, 7, 7, 8):
+        write(checkpoints, step)
     found = find(saved)
-    assert found is not None and (found.step, found.warning) == (6, None)
+    assert found is not None and (found.step, found.warning) == (8, None)
+    assert steps(saved) == {8}
+
+
+def test_of_a_link_the_link_alone_is_removed(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Someone has moved checkpoints to other storage: whole ones, and the critic's part of one."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for step in (2, 4):
+        (saved / f"global_step_{step}" / "critic").mkdir()
+        (saved / f"global_step_{step}").rename(elsewhere / str(step))
+        (saved / f"global_step_{step}").symlink_to(elsewhere / str(step))
+    checkpoints = Checkpoints(saved, {"actor": 1, "critic": 3}, RUN)
+    for step in (5, 6, 7, 8):
+        write(checkpoints, step)
+    assert {path.name for path in saved.iterdir()} == {"global_step_6", "global_step_7", "global_step_8", TRACKER, LOCK}
+    assert len(list(elsewhere.glob("*/actor/model/*"))) == 2 and len(list(elsewhere.glob("*/critic"))) == 2
+
+
+@pytest.mark.parametrize("make", [lambda path: path.write_text(""), lambda path: path.symlink_to("gone")])
+@pytest.mark.parametrize("name", [".writing_global_step_6", ".removing_global_step_1", "global_step_6"])
+def test_whatever_has_the_name_of_a_folder_to_be_does_not_end_the_run(
+    saved: Path, name: str, make: Callable[[Path], object]
+) -> None:
+    make(saved / name)
+    write(Checkpoints(saved, {"actor": None}, RUN), 6)
+    assert {path.name for path in saved.iterdir()} == {*(f"global_step_{n}" for n in (2, 4, 6)), TRACKER, LOCK}
 
 
 def test_folders_that_are_not_checkpoints_are_left_alone(tmp_path: Path) -> None:

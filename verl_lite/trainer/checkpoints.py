@@ -387,7 +387,7 @@ class Checkpoints:
             if leftover.name.startswith(BEING_REPLACED) and not final.exists():
                 leftover.rename(final)  # killed between the two renames of `commit`
             else:
-                shutil.rmtree(leftover)
+                _remove(leftover)
         folder = self.directory / f"{BEING_WRITTEN}global_step_{step}"
         folder.mkdir()
         self._begun = folder
@@ -422,7 +422,7 @@ class Checkpoints:
         """Give the folder its name, tell the tracker, remove what is too old."""
         final = self.directory / folder.name.removeprefix(BEING_WRITTEN)
         replaced = self.directory / f"{BEING_REPLACED}{final.name}"
-        if final.exists():
+        if os.path.lexists(final):
             final.rename(replaced)
         folder.rename(final)
         self._known.pop(final, None)
@@ -433,8 +433,8 @@ class Checkpoints:
         tracker.rename(self.directory / TRACKER)
         _sync(self.directory)
         try:
-            if replaced.exists():
-                shutil.rmtree(replaced)
+            if os.path.lexists(replaced):
+                _remove(replaced)
             self._prune()
         except OSError as error:
             logger.warning("old checkpoints in %s could not be removed: %s", self.directory, error)
@@ -462,10 +462,10 @@ class Checkpoints:
         for folder in folders:
             if any(folder in kept[role] for role in kept):
                 for role in kept:
-                    if folder not in kept[role] and (folder / role).is_dir():
-                        shutil.rmtree(folder / role)
+                    if folder not in kept[role] and (folder / role).is_dir() and not folder.is_symlink():
+                        _remove(folder / role)
             else:
-                shutil.rmtree(folder.rename(self.directory / f"{BEING_REMOVED}{folder.name}"))
+                _remove(folder.rename(self.directory / f"{BEING_REMOVED}{folder.name}"))
 
 
 def _claim(directory: Path) -> TextIO:
@@ -479,6 +479,14 @@ def _claim(directory: Path) -> TextIO:
             raise OSError("another run is saving there; give each run a folder of its own") from None
         # Some file systems know no locks.
     return lock
+
+
+def _remove(path: Path) -> None:
+    """Of a link the link alone. What cannot be removed (network storage keeps what somebody reads) is not needed."""
+    try:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", path, error)
 
 
 def _sync(path: Path) -> None:
