@@ -213,9 +213,12 @@ def test_ctrl_c_while_ray_starts_leaves_nothing(tmp_path: Path) -> None:
 SAVING = "trainer.save_freq=1"
 
 
-def test_signals_to_the_whole_group_let_the_step_be_finished_and_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "addition"), [("auto", ""), ("disable", " with trainer.resume_mode=auto")])
+def test_signals_to_the_whole_group_let_the_step_be_finished_and_saved(
+    tmp_path: Path, mode: str, addition: str
+) -> None:
     """Case B114. `timeout`, Slurm and shells signal every process of the group, the workers' too if they were in it."""
-    with run("steps", tmp_path, SAVING) as started:
+    with run("steps", tmp_path, SAVING, f"trainer.resume_mode={mode}") as started:
         started.read_until("step 1")
         os.killpg(started.process.pid, signal.SIGTERM)
         time.sleep(0.5)
@@ -225,6 +228,7 @@ def test_signals_to_the_whole_group_let_the_step_be_finished_and_saved(tmp_path:
         # Python hears them when Ray's wait returns, every second, and both at once in the order of their numbers.
         assert re.search("SIG(TERM|USR1): the step under way is finished and saved first, for at most", errors)
         assert "stopped after step 2, saved in " in errors and "Traceback" not in errors
+        assert f"(the same command goes on from there{addition})" in errors
         assert started.none_left(timeout_s=0)
 
 

@@ -396,7 +396,7 @@ class TrainerConfig:
     critic_warmup: int = key(0, "first steps in which only the critic learns", ge=0)
     balance_batch: bool = key(True, "give every rank about the same number of tokens")
     resume_mode: str = key("auto", "auto: from the newest checkpoint", choices=("auto", "disable", "resume_path"))
-    resume_from_path: str | None = key(None, "checkpoint folder for resume_mode=resume_path", path=True)
+    resume_from_path: str | None = key(None, "where resume_path goes on from, and auto at first", path=True)
     default_local_dir: str = key(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "folder of checkpoints", path=True
     )
@@ -882,7 +882,7 @@ def notices(config: Config) -> list[str]:
             "rollout_corr/* show the difference",
         ),
         (
-            trainer.resume_from_path is not None and trainer.resume_mode != "resume_path",
+            trainer.resume_from_path is not None and trainer.resume_mode == "disable",
             f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}",
         ),
         *(

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 DONE, FAILED, REFUSED, SAVED, INTERRUPTED = 0, 1, 2, 75, 130
 CLEANUP_S = 25.0  # from the first Ctrl-C to the shell, at the latest
+AUTO = "trainer.resume_mode=auto"
 PREEMPTIONS = (signal.SIGTERM, signal.SIGUSR1)  # USR1: Slurm's warning, by custom
 ECHO_S = 2.0  # `timeout`, `srun` and shells signal the process and then its group: that is one signal
 BYTES_PER_TOKEN = 48  # of a batch: three columns of 8 bytes, six of 4
@@ -133,7 +134,9 @@ def _run(config: Config, plan: BatchPlan) -> int:
             early = _stopped_early(error)
             signals.finished(saved=early is not None and early.saved is not None)
             if early is not None:
-                way_on = "the same command goes on from there" if early.saved else "trainer.save_freq is off"
+                mode = config.trainer.resume_mode
+                way_on = "the same command goes on from there" + f" with {AUTO}" * (mode != "auto")
+                way_on = way_on if early.saved else "trainer.save_freq is off"
                 print(f"{early} ({way_on})", file=console)
                 code = signals.exit_code
             elif signals.interrupting or isinstance(error, KeyboardInterrupt):

@@ -45,10 +45,11 @@ def write(checkpoints: Checkpoints, step: int, stamp: float = 0.0) -> Path:
     return checkpoints.commit(folder)
 
 
-def find(directory: Path, resume_from_path: Path | None = None) -> Checkpoint | None:
-    mode = "auto" if resume_from_path is None else "resume_path"
+def find(directory: Path, resume_from_path: Path | None = None, mode: str | None = None) -> Checkpoint | None:
     trainer = SimpleNamespace(
-        resume_mode=mode, default_local_dir=str(directory), resume_from_path=str(resume_from_path)
+        resume_mode=mode or ("auto" if resume_from_path is None else "resume_path"),
+        default_local_dir=str(directory),
+        resume_from_path=resume_from_path and str(resume_from_path),
     )
     return find_checkpoint(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
 
@@ -397,6 +398,16 @@ def test_a_lost_tracker_is_said_and_an_absent_folder_is_a_new_run(saved: Path) -
     found = find(saved)
     assert found is not None and found.step == 4 and "is not there" in (found.warning or "")
     assert find(saved / "absent") is None
+
+
+def test_a_run_that_began_elsewhere_goes_on_from_what_it_has_saved_itself(saved: Path, tmp_path: Path) -> None:
+    """The same command, queued again, before and after its first save."""
+    beginning, own = saved / "global_step_2", tmp_path / "own"
+    found = find(own, beginning, "auto")
+    assert found is not None and found.folder == beginning
+    write(Checkpoints(own, {"actor": None}, RUN), 3)
+    found = find(own, beginning, "auto")
+    assert found is not None and found.folder == own / "global_step_3"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -205,14 +205,16 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
     trainer = config.trainer
     if trainer.resume_mode == "disable":
         return None
-    if trainer.resume_mode == "resume_path":
-        assert trainer.resume_from_path is not None, "validate asks for it"
-        folder = Path(trainer.resume_from_path)
-        try:
-            return read_checkpoint(folder)
-        except ValueError as error:
-            raise ValueError(f"trainer.resume_from_path={folder} {error}{_others(folder)}") from error
-    return _newest(Path(trainer.default_local_dir))
+    if trainer.resume_mode == "auto":
+        newest = _newest(Path(trainer.default_local_dir))
+        if newest is not None or trainer.resume_from_path is None:
+            return newest
+    assert trainer.resume_from_path is not None, "validate asks for it"
+    folder = Path(trainer.resume_from_path)
+    try:
+        return read_checkpoint(folder)
+    except ValueError as error:
+        raise ValueError(f"trainer.resume_from_path={folder} {error}{_others(folder)}") from error
 
 
 def _newest(directory: Path) -> Checkpoint | None:
