@@ -22,6 +22,8 @@ import pytest
 from verl_lite import main_ppo
 from verl_lite.distributed.cluster import check_machine
 from verl_lite.distributed.watchdog import RUN_ID
+from verl_lite.plan import compose_plan
+from verl_lite.trainer.checkpoints import claim
 
 MARK = "VERL_LITE_TEST"
 
@@ -273,8 +275,13 @@ def test_before_the_first_step_a_signal_ends_the_run_at_once(
     saving: str, code: int, tmp_path: Path, running_cluster: dict[str, str]
 ) -> None:
     """75 says: queue me again. Nothing is lost then, where a run saves and goes on from what it saved."""
+    checkpoints = tmp_path / "checkpoints/verl_lite/default"
     with run("sleep", tmp_path, saving, **running_cluster) as started:
         started.read_until("running")
+        assert checkpoints.exists() == (saving == SAVING)
+        if saving == SAVING:  # nobody else will save there, from the start on
+            with pytest.raises(OSError, match="another run is saving there"):
+                claim(checkpoints)
         os.kill(started.pids["driver"], signal.SIGTERM)
         ended, _, errors = started.end(timeout_s=30)
         assert (ended, "stopped by SIGTERM before the first step" in errors) == (code, code == 75)
@@ -392,6 +399,47 @@ def test_a_run_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     with main_ppo._claim(tmp_path / "run"):
         assert main_ppo.main(arguments(tmp_path)) == main_ppo.REFUSED
     assert "another run is using it" in capsys.readouterr().err
+
+
+HOLD = "import sys, pathlib; from verl_lite.trainer.checkpoints import claim\nheld = claim(pathlib.Path(sys.argv[1]))\n"
+
+
+def test_a_folder_in_which_another_run_will_save_is_refused_at_once_unless_nothing_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that only validates may read what another saves."""
+    place = f"trainer.default_local_dir={tmp_path}/new/checkpoints"
+    other = subprocess.Popen(
+        [sys.executable, "-c", f"{HOLD}print(flush=True); input()", f"{tmp_path}/new/checkpoints"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert other.stdout is not None
+    other.stdout.readline()
+    try:
+        assert main_ppo.main([*arguments(tmp_path), place, SAVING]) == main_ppo.REFUSED
+        assert f"{place} cannot be used: another run is saving there; give each" in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+        validates = [f"data.val_files={tmp_path}/train.jsonl", "trainer.val_only=True"]
+        for reads in ([], [SAVING, *validates]):  # these come as far as the run folder
+            with main_ppo._claim(tmp_path / "run"):
+                assert main_ppo.main([*arguments(tmp_path), place, *reads]) == main_ppo.REFUSED
+            assert "trainer.run_dir=" in capsys.readouterr().err
+    finally:
+        other.communicate(b"\n")
+    (tmp_path / "new/checkpoints/.lock").unlink()
+    for folder in ("new/checkpoints", "new"):
+        (tmp_path / folder).rmdir()
+    with main_ppo._claim(tmp_path / "run"):
+        assert main_ppo.main([*arguments(tmp_path), place, SAVING]) == main_ppo.REFUSED
+    assert not (tmp_path / "new").exists()  # what was made for a run that was refused
+
+
+def test_every_node_must_see_the_folder_in_which_a_run_saves(tmp_path: Path) -> None:
+    def seen(*overrides: str) -> str | None:
+        config = compose_plan([*arguments(tmp_path), f"trainer.default_local_dir={tmp_path}", *overrides])[0].config
+        return main_ppo.worker_paths(config).get("trainer.default_local_dir")
+
+    assert (seen(), seen(SAVING)) == (None, f"{tmp_path}/.lock")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

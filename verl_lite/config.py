@@ -417,6 +417,10 @@ class TrainerConfig:
     validation_data_dir: str | None = key(None, "write each validation's samples here", path=True)
     log_val_generations: int = key(0, "validation samples shown by the trackers", ge=0)
 
+    @property
+    def saves(self) -> bool:
+        return self.save_freq > 0 and not self.val_only
+
 
 @dataclass(frozen=True)
 class RayInitConfig:

@@ -175,7 +175,7 @@ def _folder_problems(config: Config) -> Iterator[str]:
     """Folders that would turn out unusable after hours; the run folder is claimed at once anyway."""
     trainer = config.trainer
     folders = {name: getattr(trainer, name) for name in ("rollout_data_dir", "validation_data_dir")}
-    if trainer.save_freq > 0:
+    if trainer.saves:
         folders["default_local_dir"] = trainer.default_local_dir
     for name, folder in folders.items():
         if folder is None:

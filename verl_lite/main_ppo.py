@@ -30,7 +30,7 @@ from verl_lite.config import Config, flatten, redacted, secrets_of, without_secr
 from verl_lite.inputs import input_problems
 from verl_lite.plan import compose_plan
 from verl_lite.tracking import printable
-from verl_lite.trainer.checkpoints import resume_problems
+from verl_lite.trainer.checkpoints import LOCK, claim, resume_problems
 from verl_lite.trainer.stopping import StoppedEarly, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def _run(config: Config, plan: BatchPlan) -> int:
         errors, warnings = check_machine(config.num_slots, config.trainer.device)
     for name in ("trainer.run_dir", "trainer.default_local_dir"):
         folder = Path(flatten(config)[name])
-        if "working_dir_files" in folder.parts and (name == "trainer.run_dir" or config.trainer.save_freq > 0):
+        if "working_dir_files" in folder.parts and (name == "trainer.run_dir" or config.trainer.saves):
             warnings.append(f"{name}={folder} is in Ray's copy of the working folder, which goes with the job")
     for warning in warnings:
         tell(f"warning: {warning}", config)
@@ -84,16 +84,24 @@ def _run(config: Config, plan: BatchPlan) -> int:
         return REFUSED
     run_dir = Path(config.trainer.run_dir)
     log_dir, is_new = run_dir / "logs", not run_dir.exists()
-    missing = [folder for folder in run_dir.parents if not folder.exists()]
+    checkpoints, saving = Path(config.trainer.default_local_dir), contextlib.ExitStack()
+    made_to_save = (checkpoints / LOCK, checkpoints, *checkpoints.parents) if config.trainer.saves else ()
+    missing = [path for path in (*made_to_save, *run_dir.parents) if not path.exists()]
+    os.umask(os.umask(0o022) | 0o022)  # whatever it was: what a run writes, others may at most read
+    place = f"trainer.default_local_dir={checkpoints}"
     try:
+        if config.trainer.saves:
+            saving.enter_context(claim(checkpoints))
+        place = f"trainer.run_dir={run_dir}"
         lock = _claim(run_dir)
         log_dir.mkdir(mode=0o700, exist_ok=True)  # workers and libraries may print anything
     except OSError as error:
+        saving.close()
         _remove(missing)
-        tell(f"refused: trainer.run_dir={run_dir} cannot be used: {error}", config)
+        tell(f"refused: {place} cannot be used: {error}", config)
         return REFUSED
     signals = _Signals(config.trainer.preempt_grace_s, saving=config.trainer.save_freq > 0)
-    with lock, signals, (log_dir / "driver.log").open("a") as log:
+    with saving, lock, signals, (log_dir / "driver.log").open("a") as log:
         console = _log_to(log, secrets_of(config))
         watchdog = Watchdog(log_dir)
         cluster: RayCluster | None = None
@@ -148,8 +156,9 @@ def _run(config: Config, plan: BatchPlan) -> int:
             if cluster is not None:
                 cluster.close()
             watchdog.finish()
-        if code == REFUSED and is_new:
-            shutil.rmtree(run_dir, ignore_errors=True)
+        if code == REFUSED:
+            if is_new:
+                shutil.rmtree(run_dir, ignore_errors=True)
             _remove(missing)
         return code
 
@@ -163,12 +172,13 @@ def worker_paths(config: Config) -> dict[str, str]:
     # A loss or engine of one's own: path/file.py:attribute
     plugins = ("actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.rollout.name")
     files = {name: flat[name].rpartition(":")[0] for name in plugins if ".py:" in flat[name]}
+    if config.trainer.saves:  # what this run has put there: a folder of that name may be on each node's own disk
+        files["trainer.default_local_dir"] = str(Path(config.trainer.default_local_dir, LOCK))
     return {name: path for name, path in names.items() if path and Path(path).is_dir()} | files
 
 
 def _claim(run_dir: Path) -> TextIO:
     """Make the run folder and hold it as long as the file is open: the lines of two runs in one would mix."""
-    os.umask(os.umask(0o022) | 0o022)  # whatever it was: what a run writes, others may at most read
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = (run_dir / ".lock").open("w")
     try:
@@ -179,11 +189,11 @@ def _claim(run_dir: Path) -> TextIO:
     return lock
 
 
-def _remove(folders: Sequence[Path]) -> None:
+def _remove(paths: Sequence[Path]) -> None:
     """Remove what was made for a run that was refused, unless it holds something else by now. Deepest first."""
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink() if path.name == LOCK else path.rmdir()
 
 
 def _report(error: BaseException, started: bool, console: TextIO, log_dir: Path) -> int:

@@ -27,7 +27,6 @@ from verl_lite.trainer.checkpoints import (
     Checkpoints,
     find_checkpoint,
     plain,
-    resume_problems,
 )
 
 HEADER = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
@@ -345,13 +344,9 @@ def test_two_runs_do_not_save_in_one_folder(saved: Path) -> None:
             write(ours, 6)
         ours.discard()
         assert folder.is_dir()
-        trainer = SimpleNamespace(resume_mode="disable", save_freq=1, default_local_dir=str(saved))
-        [problem] = resume_problems(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
-        assert problem.startswith(f"trainer.default_local_dir={saved} cannot be used: another run is saving there")
     finally:
         other.kill()
         other.communicate()
-    assert resume_problems(SimpleNamespace(trainer=trainer)) == []  # type: ignore[arg-type]
     write(ours, 6)
     assert steps(saved) == {6}
 

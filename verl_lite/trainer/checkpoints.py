@@ -299,12 +299,6 @@ def resume_problems(config: Config) -> list[str]:
     else:
         if checkpoint is not None:
             problems += list(_misfits(config, checkpoint))
-    directory = Path(config.trainer.default_local_dir)
-    if config.trainer.save_freq > 0 and (directory / LOCK).is_file():
-        try:
-            _claim(directory).close()
-        except OSError as error:
-            problems.append(f"trainer.default_local_dir={directory} cannot be used: {error}")
     return problems
 
 
@@ -381,9 +375,8 @@ class Checkpoints:
 
     def begin(self, step: int) -> Path:
         """A new folder that nobody takes for a checkpoint yet."""
-        self.directory.mkdir(parents=True, exist_ok=True)
         if self._lock is None or not (self.directory / LOCK).exists():
-            self._lock = _claim(self.directory)
+            self._lock = claim(self.directory)
         for leftover in self._leftovers(BEING_WRITTEN, BEING_REPLACED, BEING_REMOVED):
             final = self.directory / leftover.name.removeprefix(BEING_REPLACED)
             if leftover.name.startswith(BEING_REPLACED) and not final.exists():
@@ -470,8 +463,9 @@ class Checkpoints:
                 _remove(folder.rename(self.directory / f"{BEING_REMOVED}{folder.name}"))
 
 
-def _claim(directory: Path) -> TextIO:
-    """Hold the folder as long as the file is open: of two runs each would remove what the other writes."""
+def claim(directory: Path) -> TextIO:
+    """Make the folder and hold it as long as the file is open: of two runs each would remove what the other writes."""
+    directory.mkdir(parents=True, exist_ok=True)
     lock = (directory / LOCK).open("a")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
