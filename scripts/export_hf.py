@@ -26,7 +26,7 @@ from verl_lite.trainer.checkpoints import read_checkpoint  # noqa: E402
 def export(folder: Path, out: Path, *, role: str, dtype: str | None, trust_remote_code: bool = False) -> None:
     """ValueError says what is wrong with the folder or in the way of `out`."""
     try:
-        held = read_checkpoint(folder).state["contents"].get(role)
+        held = read_checkpoint(folder, role).state["contents"].get(role)
     except ValueError as error:
         raise ValueError(f"{folder} {error}") from error
     if held is None or "model" not in held:

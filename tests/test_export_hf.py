@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,21 @@ def test_an_export_is_what_hf_model_writes(role: str, checkpoint: Path, tmp_path
     assert len({file.stat().st_mode for folder in folders for file in folder.iterdir()}) == 1
     _, info = LOADERS[role].from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(info.values())
+
+
+@pytest.mark.parametrize(("role", "other"), [("actor", "critic"), ("critic", "actor")])
+def test_what_was_kept_of_a_checkpoint_is_exported(
+    role: str, other: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """trainer.max_actor_ckpt_to_keep and max_critic_ckpt_to_keep differ."""
+    kept = shutil.copytree(checkpoint, tmp_path / "global_step_2")
+    shutil.rmtree(kept / other)
+    assert main([str(kept), str(tmp_path / "hf"), "--role", role]) == 0
+    assert main([str(kept), str(tmp_path / "other"), "--role", other]) == 2
+    message = capsys.readouterr().err
+    assert f"lacks {other}/" in message and f"trainer.max_{other}_ckpt_to_keep" in message
+    (kept / role / "extra/rank_0.safetensors").write_bytes(b"")
+    assert main([str(kept), str(tmp_path / "again"), "--role", role]) == 2
 
 
 def test_another_dtype_is_in_the_weights_and_the_config(checkpoint: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from test_dead_keys import BASE, CHECKED, DAPO, FILTERED, PPO, A, M
 from test_resume import Runs, halves, runs, workshop  # noqa: F401  (fixtures)
 
 from verl_lite.plan import compose_plan
-from verl_lite.trainer.checkpoints import resume_problems
+from verl_lite.trainer.checkpoints import read_checkpoint, resume_problems
 
 THREE = ["trainer.save_freq=1", "trainer.total_training_steps=3"]
 
@@ -158,4 +158,10 @@ def test_each_role_keeps_as_many_as_asked_and_the_newest_is_whole(runs: Runs) ->
     assert parts == {"global_step_4/actor", *(f"global_step_{step}/critic" for step in (2, 3, 4))}
     [problem] = refused(*PPO, *THREE, *go_on_from(3))
     assert "global_step_3 lacks actor/" in problem and problem.endswith("global_step_4")
+    assert ", and all else of it (trainer.max_actor_ckpt_to_keep?);" in problem
+    state = read_checkpoint(runs.folder / "global_step_3", "critic").state  # as for an export
+    assert state["step"] == 3
+    next((runs.folder / "global_step_3/critic/model").glob("*.safetensors")).unlink()
+    with pytest.raises(ValueError, match="lacks critic/model/"):
+        read_checkpoint(runs.folder / "global_step_3", "critic")
     assert any("step 4 of 5" in line for line in runs.run(*PPO, *THREE, "trainer.total_training_steps=5", *keep))

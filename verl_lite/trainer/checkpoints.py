@@ -89,9 +89,9 @@ class Checkpoint:
         return float(self.state["saved_at"])
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """ValueError says why the folder cannot be resumed from. Of tensors it reads the headers only."""
-    return _whole(_read_state(folder))
+def read_checkpoint(folder: Path, role: str | None = None) -> Checkpoint:
+    """ValueError says why it cannot be resumed from, or `role` cannot be read. Of tensors it reads the headers only."""
+    return _whole(_read_state(folder), role)
 
 
 def _read_state(folder: Path) -> Checkpoint:
@@ -162,8 +162,11 @@ def _deviations(value: Any, form: Any, name: str = "") -> Iterator[str]:
         yield f"{name} is not a {form.__name__}"
 
 
-def _whole(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint, if its files are those that were saved, and nothing else would be loaded with them."""
+def _whole(checkpoint: Checkpoint, role: str | None = None) -> Checkpoint:
+    """The checkpoint, if its files are those that were saved, and nothing else would be loaded with them.
+
+    Where one role alone is asked for, others may have been removed as a whole, as `Checkpoints` does.
+    """
     folder, files = checkpoint.folder, checkpoint.state["files"]
     try:
         there = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
@@ -174,9 +177,14 @@ def _whole(checkpoint: Checkpoint) -> Checkpoint:
                 raise ValueError(f"has the link {plain(name)}: put a copy of what it leads to in its place")
             if path.suffix == ".safetensors" and name not in files:
                 raise ValueError(f"has {plain(name)}, which was not saved with it")
+        gone = checkpoint.state["contents"].keys() - there.keys()
         for name, (size, checksum) in files.items():
+            part = name.partition("/")[0]
+            if part in gone and role not in (None, part):
+                continue
             if name not in there or not there[name].is_file():
-                raise ValueError(f"lacks {plain(name)}")
+                why = f", and all else of it (trainer.max_{plain(part)}_ckpt_to_keep?)" if part in gone else ""
+                raise ValueError(f"lacks {plain(name)}{why}")
             if (bytes_there := there[name].stat().st_size) != size:
                 raise ValueError(f"{plain(name)} has {bytes_there} bytes instead of {size}")
             if _checksum(there[name]) != checksum:
