@@ -66,3 +66,5 @@ def test_a_folder_that_may_not_be_written_to_is_said_before_the_first_save(
         f"trainer.default_local_dir={tmp_path}/absent/checkpoints: {tmp_path} cannot be written to; name another folder"
     )
     assert input_problems(config(**settings)) == []  # nothing is saved
+    validates = {"trainer__save_freq": 1, "trainer__val_only": True, "data__val_files": [str(tmp_path / "train.jsonl")]}
+    assert input_problems(config(**settings, **validates)) == []

@@ -11,7 +11,7 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "examples/slurm.sbatch"
 COMMANDS = {
     "scontrol": 'case $1 in show) echo one;; *) echo "$*" >> "$LOG";; esac',
-    "srun": "while [[ $1 == --* ]]; do shift; done; exec \"$@\"",
+    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "hostname": "echo 10.0.0.1",
     "ray": "exec sleep 60",
     "python": 'if [[ $1 == - ]]; then cat > /dev/null; else echo "$*" >> "$LOG"; exit "$CODE"; fi',

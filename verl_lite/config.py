@@ -74,7 +74,7 @@ class DataConfig:
     train_max_samples: int = key(-1, "use only this many training rows, -1: all", ge=-1)
     val_max_samples: int = key(-1, "use only this many validation rows, -1: all", ge=-1)
     shuffle: bool = key(True, "draw the training prompts in a random order, a new one each epoch")
-    seed: int = key(None, "seed of that order, null: 1", ge=0, filled=True)
+    seed: int = key(None, "seed of that order, null: 1", ge=0, le=2**63 - 1, filled=True)
     validation_shuffle: bool = key(False, "shuffle the validation rows")
     filter_overlong_prompts: bool = key(False, "drop prompts longer than max_prompt_length")
     filter_overlong_prompts_workers: int = key(1, "processes that measure the prompts", ge=1)
@@ -381,8 +381,8 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    total_epochs: int = key(30, "passes over the training data", ge=1)
-    total_training_steps: int | None = key(None, "stop after so many steps, null: total_epochs decides", ge=1)
+    total_epochs: int = key(30, "passes over the training data", ge=1, le=10**9)
+    total_training_steps: int | None = key(None, "stop after so many steps, null: total_epochs decides", ge=1, le=10**9)
     project_name: str = key("verl_lite", "first part of output paths and of the trackers' names")
     experiment_name: str = key("default", "second part")
     logger: list[str] = key(["console"], "where metrics go (metrics.jsonl is always written)", choices=LOGGERS)

@@ -20,11 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import CHECKPOINT_STATE
 
+from verl_lite.cli import ConfigError
+from verl_lite.plan import compose_plan
 from verl_lite.trainer.checkpoints import (
     LOCK,
     TRACKER,
     Checkpoint,
     Checkpoints,
+    claim,
     find_checkpoint,
     plain,
 )
@@ -367,6 +370,22 @@ def test_a_whole_one_that_the_tracker_does_not_know_yet_is_found(saved: Path) ->
     os.utime(saved / TRACKER, (1, 1))
     found = find(saved)
     assert found is not None and found.step == 4
+    assert found.warning is not None and f": {TRACKER} names '2', saved before the newest: going on" in found.warning
+
+
+@pytest.mark.parametrize("name", [TRACKER, f".{TRACKER}"])
+def test_a_folder_in_the_trackers_place_is_said_before_the_first_save(saved: Path, name: str) -> None:
+    (saved / TRACKER).unlink()
+    (saved / name).mkdir()
+    with pytest.raises(OSError, match=f"^{name} is a folder; remove it, or name another folder"):
+        claim(saved)
+
+
+@pytest.mark.parametrize("key", ["data.seed", "trainer.total_epochs", "trainer.total_training_steps"])
+def test_a_number_too_large_to_be_read_again_is_refused(key: str) -> None:
+    """Else all checkpoints of the run would be damaged ones."""
+    with pytest.raises(ConfigError, match=f"{key}=9223372036854775808: .*<= "):
+        compose_plan([f"{key}={2**63}"])
 
 
 def test_copying_the_folder_in_another_order_changes_nothing(saved: Path) -> None:

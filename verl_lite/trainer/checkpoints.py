@@ -263,6 +263,8 @@ def _newest(directory: Path) -> Checkpoint | None:
         return chosen
     if not named:
         skipped = [f"{TRACKER} " + ("is not there" if tracked is None else f"names {tracked!r}"), *skipped, *broken]
+    elif not skipped:
+        skipped = [f"{TRACKER} names {tracked!r}, saved before the newest"]
     why = "; ".join(list(dict.fromkeys(skipped))[:MAX_REASONS])
     return replace(chosen, warning=f"{directory}: {why}: going on from the newest complete checkpoint, {chosen.folder}")
 
@@ -474,6 +476,9 @@ class Checkpoints:
 def claim(directory: Path) -> TextIO:
     """Make the folder and hold it as long as the file is open: of two runs each would remove what the other writes."""
     directory.mkdir(parents=True, exist_ok=True)
+    for name in (TRACKER, f".{TRACKER}"):
+        if (directory / name).is_dir():
+            raise OSError(f"{name} is a folder; remove it, or name another folder")
     lock = (directory / LOCK).open("a")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
