@@ -3,9 +3,9 @@ r"""Your own advantage estimator, in one file outside the package:
 python -m verl_lite.main_ppo --config-name quickstart \
     algorithm.adv_estimator=examples/custom_advantage.py:median_baseline
 
-The function gets the whole train batch and gives every token its advantage. Of its keyword-only
-arguments, `gamma`, `lam` and `norm_adv_by_std_in_grpo` are filled from `algorithm.*`; others need a default. An estimator
-that reads `inputs.values` needs `critic.enable=True`.
+The function gets the whole train batch and gives every token its advantage. Of its keyword-only arguments, `gamma`,
+`lam` and `norm_adv_by_std_in_grpo` are filled from `algorithm.*`; others need a default. An estimator that reads
+`inputs.values` needs `critic.enable=True`.
 """
 
 from __future__ import annotations

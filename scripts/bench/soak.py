@@ -91,7 +91,7 @@ def main() -> int:
             [median(sample[i] for sample in part) for i in (1, 2)] for part in (early, late)
         )
         growth = resident_late / resident - 1 if resident else 0.0
-        flat = growth < LIMIT or resident_late - resident < NOISE_MIB
+        flat = resident_late - resident < max(LIMIT * resident, NOISE_MIB)
         grown += not flat
         mark = "" if flat else " **grows**"
         cells = f"{resident:.1f} | {resident_late:.1f} | {growth:+.1%}{mark} | {own:.1f} | {own_late:.1f}"
