@@ -201,6 +201,12 @@ def test_an_adaptive_kl_coefficient_does_not_start_at_zero() -> None:
     assert "use a value > 0" in problem_with(values)
 
 
+def test_the_hf_engine_on_more_than_one_slot_is_refused_before_anything_starts() -> None:
+    assert "the hf engine runs on one slot" in problem_with(
+        {ROLLOUT + "name": "hf", ROLLOUT + "tensor_model_parallel_size": 2}
+    )
+
+
 def test_validate_reports_every_problem() -> None:
     problems = validate(resolved({ACTOR + "ppo_epochs": 0, "trainer.total_epochs": -1, ROLLOUT + "top_p": 2.0}))
     assert len(problems) == 3

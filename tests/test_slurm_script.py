@@ -14,7 +14,10 @@ COMMANDS = {
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "hostname": "echo 10.0.0.1",
     "ray": "exec sleep 60",
-    "python": 'if [[ $1 == - ]]; then cat > /dev/null; else echo "$*" >> "$LOG"; exit "$CODE"; fi',
+    "python": """
+if [[ $1 == - ]]; then cat > /dev/null; exit; fi
+echo "$RAY_AUTH_MODE ${#RAY_AUTH_TOKEN} $*" >> "$LOG"; exit "$CODE"
+""",
 }
 
 
@@ -37,5 +40,5 @@ def test_a_job_that_was_queued_again_goes_on_from_what_it_has_saved(
     )  # fmt: skip
     assert done.returncode == code
     address = "ray_kwargs.ray_init.address=10.0.0.1:20007"
-    started = f"-m verl_lite.main_ppo {address} trainer.nnodes=1 trainer.resume_mode=disable{addition}"
+    started = f"token 64 -m verl_lite.main_ppo {address} trainer.nnodes=1 trainer.resume_mode=disable{addition}"
     assert log.read_text().splitlines() == [started, *queued]

@@ -310,7 +310,7 @@ class _Given:
             self.warn(typed, f"ignored: {why}")
         elif why := _matching(key, UNSUPPORTED):
             if is_off(key, value):
-                self.warn(typed, f"ignored: {why} not supported, and this value switches it off")
+                self.warn(typed, f"ignored: not supported ({why}), and this value switches it off")
             else:
                 near = [name for name in known if SequenceMatcher(None, key, name).ratio() > 0.95]
                 typo = f"; did you mean {near[0]}?" if near else ""

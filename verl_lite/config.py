@@ -848,6 +848,11 @@ def validate(config: Config) -> list[str]:
         adaptive and control.kl_coef == 0,
         "algorithm.kl_ctrl.kl_coef=0: an adaptive coefficient is multiplied, so that it stays 0; use a value > 0",
     )
+    refuse(
+        rollout.name == "hf" and rollout.tensor_model_parallel_size != 1,
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the hf engine "
+        "runs on one slot; use 1 or actor_rollout_ref.rollout.name=vllm",
+    )
     correction = algorithm.rollout_correction
     refuse(
         (correction.rollout_is or correction.rollout_rs) is not None and not rollout.calculate_log_probs,

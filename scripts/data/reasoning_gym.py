@@ -14,6 +14,7 @@ if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
 
 # ruff: noqa: E402
 import argparse
+import importlib.util
 import json
 
 from verl_lite.data.files import Row, make_row, write_splits
@@ -63,6 +64,8 @@ def main() -> None:
     parser.add_argument("--task-config", type=json.loads, default={}, help='e.g. {"min_terms": 2, "max_terms": 2}')
     parser.add_argument("--instruction", default=INSTRUCTION, help="what follows the question")
     options = parser.parse_args()
+    if importlib.util.find_spec("reasoning_gym") is None:
+        sys.exit("error: the tasks come from the package reasoning-gym: pip install reasoning-gym")
     rows = make_rows(
         options.task, options.train_size + options.test_size, seed=options.seed, task_config=options.task_config,
         instruction=options.instruction,

@@ -24,11 +24,6 @@ class HfEngine:
     """See `engine.Engine`. Batches of up to `max_num_seqs` rows, each drawn with its own random generator."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        if settings.tensor_parallel_size != 1:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={settings.tensor_parallel_size}: the hf engine "
-                "runs on one slot; use 1 or actor_rollout_ref.rollout.name=vllm"
-            )
         self.settings = settings
         self.weight_version: int | None = None
         self._next_part = 0
