@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
-import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -109,17 +107,6 @@ print("failed: hunter2-hunter2", {ESCAPES!r}, file=console)
     assert done.stderr == f"failed: *** {SPELLED_OUT}\n"
     log = (tmp_path / "driver.log").read_text()
     assert SPELLED_OUT in log and "\x1b" not in log and "hunter2" not in log and log.count("***") == 2
-
-
-def test_nobody_else_may_write_into_a_run_folder(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        with main_ppo._claim(tmp_path / "run"):
-            (tmp_path / "run" / "file").touch()
-            modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run", tmp_path / "run" / "file")]
-        assert modes == [0o755, 0o644]
-    finally:
-        os.umask(before)
 
 
 def test_vllm_takes_no_pickles_whatever_the_environment_says() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -127,7 +128,7 @@ def run(mode: str, folder: Path, *overrides: str, **environment: str) -> Iterato
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("stub_run.py")), mode, *arguments(folder), *overrides],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, start_new_session=True,
-        env=plain_environment(**{MARK: mark}, **environment),
+        env=plain_environment(**{MARK: mark}, **environment), umask=0,
     )  # fmt: skip
     started = Run(process, folder, mark)
     try:
@@ -188,6 +189,10 @@ def test_a_run_ends_with_0_a_quiet_console_and_nothing_left(tmp_path: Path) -> N
     assert (logs / "train_rank1.log").read_text() == "working\n"
     assert {"driver.log", "rollout_rank0.log", "ray"} <= {path.name for path in logs.iterdir()}
     assert json.loads((tmp_path / "run" / "config.json").read_text())["trainer"]["n_gpus_per_node"] == 2
+    # Nobody else may write there, whatever the umask (`run` sets 0), or read the logs.
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").iterdir() if path.is_file()}
+    assert (modes, stat.S_IMODE((tmp_path / "run").stat().st_mode)) == ({0o644}, 0o755)
+    assert stat.S_IMODE(logs.stat().st_mode) == 0o700
 
 
 def test_ctrl_c_ends_everything_with_130_and_listens_on_loopback_only_until_then(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def save_for_ever(context: RankContext, directory: Path, model: str, log: Path, 
         found = [tensor.detach() for tensor in worker.engine.module.parameters()]
         return found + [value for state in optimizer.state.values() for value in state.values()]
 
-    trainer: Any = SimpleNamespace(resume_mode="auto", default_local_dir=str(directory))
+    trainer: Any = SimpleNamespace(resume_mode="auto", resume_from_path=None, default_local_dir=str(directory))
     checkpoint = find_checkpoint(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
     stamp = 0.0
     if checkpoint is not None:

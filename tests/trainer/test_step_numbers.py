@@ -12,7 +12,7 @@ import torch
 from test_dead_keys import BASE, KL_IN_REWARD, PPO, A, Workshop, open_workshop
 from training import lengths, ragged_batch
 
-from verl_lite.batching import RankSchedule, build_schedules
+from verl_lite.batching import MicroLimit, RankSchedule, build_schedules
 from verl_lite.protocol import DataProto
 from verl_lite.trainer.ppo import PPOTrainer, update
 
@@ -66,8 +66,9 @@ def test_the_adaptive_coefficient_counts_the_sequences_of_a_step(workshop: Works
 def test_losses_are_divided_by_the_totals_of_their_own_mini_batch_over_all_ranks() -> None:
     batch = ragged_batch(8)
     schedules = build_schedules(
-        lengths(batch), mini_batch_rows=4, epochs=2, dp_size=2, balance=True, shuffle=False, seed=0, micro_batch_rows=3
-    )
+        lengths(batch), mini_batch_rows=4, epochs=2, dp_size=2, limit=MicroLimit("a test's limit", rows=3),
+        balance=True, shuffle=False, seed=0,
+    )  # fmt: skip
     asked: list[dict[str, Any]] = []
 
     class Group:
